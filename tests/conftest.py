@@ -1,0 +1,37 @@
+"""Shared fixtures: deterministic hypothesis, the optional folder of recorded tensors, GPU skipping."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).resolve().parent.parent
+
+settings.register_profile(
+    "quantwm",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("quantwm")
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """Folder of recorded tensors and golden files; tests that need it are skipped without it."""
+    folder = Path(os.environ.get("QUANTWM_SHARED", ROOT.parent / "shared"))
+    if not (folder / "tensors").is_dir():
+        pytest.skip(f"recorded tensors not found in {folder} (set QUANTWM_SHARED)")
+    return folder
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device("cuda")
