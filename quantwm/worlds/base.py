@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy, CacheSpec
+
+if TYPE_CHECKING:
+    from quantwm.cache.kv_cache import KVCache
 
 KeySet = frozenset[str]
 """Names of the keys held during one latent frame, e.g. frozenset({"w", "right"})."""
@@ -114,7 +116,9 @@ class World(Protocol):
 
     def scenes(self) -> Sequence[Scene]: ...
 
-    def start(self, scene: str | None, image: np.ndarray | None, prompt: str, seed: int) -> StartState:
+    def start(
+        self, scene: str | None, image: np.ndarray | None, prompt: str, seed: int
+    ) -> StartState:
         """Encode a start scene (or a person's picture). UserError on an unknown scene."""
         ...
 
