@@ -1,0 +1,1 @@
+"""The cache backend: formats, spans, policies, bytes, attention."""
