@@ -34,7 +34,7 @@ class LaneResult:
         frames: uint8 [T, H, W, 3].
         ms: wall time of this lane's denoising and clean pass, synchronised, milliseconds.
         kv_bytes: bytes its cache holds (ledger total, scratch excluded).
-        ratio: nominal ratio (compressed tokens only); 1.0 for BF16; None before anything is encoded.
+        ratio: nominal ratio (compressed tokens only); 1.0 for BF16, None before any is encoded.
         resident_ratio: BF16 bytes of all tokens over everything held.
         tokens: tokens of history held.
     """

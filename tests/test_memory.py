@@ -1,0 +1,94 @@
+"""The gauge adds up, names its source and never raises for a missing library."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import quantwm.memory as memory
+
+PARTS = {"weights": 3_000, "kv:bf16": 500}
+
+
+def test_process_reading_adds_up():
+    reading = memory.read_memory(torch.device("cpu"), PARTS)
+    assert list(reading.parts)[:2] == ["weights", "kv:bf16"]
+    assert reading.used == sum(v for k, v in reading.parts.items() if k != "free")
+    assert 0 < reading.used < reading.total
+    assert "process memory" in reading.source
+
+
+def test_without_psutil(monkeypatch):
+    with_psutil = memory.read_memory(torch.device("cpu"), {}).used
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    reading = memory.read_memory(torch.device("cpu"), {})
+    assert "/proc" in reading.source or "unknown" in reading.source
+    if "/proc" in reading.source:
+        assert reading.used == pytest.approx(with_psutil, rel=0.1)
+
+
+def fake_cuda(monkeypatch, allocated=10_000, reserved=12_000, free=70_000, total=100_000):
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    properties = types.SimpleNamespace(uuid="1234")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def test_cuda_without_pynvml(monkeypatch):
+    fake_cuda(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    reading = memory.read_memory(torch.device("cuda"), PARTS)
+    assert reading.source.startswith("torch.cuda.mem_get_info")
+    assert reading.parts == {
+        "weights": 3_000,
+        "kv:bf16": 500,
+        "other torch": 6_500,
+        "allocator slack": 2_000,
+        "non-torch": 18_000,
+        "free": 70_000,
+    }
+    assert (reading.used, reading.total) == (30_000, 100_000)
+
+
+class NVMLError(Exception):
+    pass
+
+
+def fake_nvml(monkeypatch, failing: bool):
+    asked = []
+
+    def handle(uuid):
+        asked.append(uuid)
+        if failing:
+            raise NVMLError("not found")
+        return "handle"
+
+    module = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: asked.append("shutdown"),
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlMemory_v2=2,
+        nvmlDeviceGetMemoryInfo=lambda h, version: types.SimpleNamespace(free=60_000, total=99_000),
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return asked
+
+
+def test_nvml_is_asked_by_uuid(monkeypatch):
+    fake_cuda(monkeypatch)
+    asked = fake_nvml(monkeypatch, failing=False)
+    reading = memory.read_memory(torch.device("cuda"), PARTS)
+    assert reading.source.startswith("NVML")
+    assert (reading.used, reading.total) == (39_000, 99_000)
+    assert asked == [b"GPU-1234", "shutdown"]
+
+
+def test_nvml_failure_falls_back(monkeypatch):
+    fake_cuda(monkeypatch)
+    fake_nvml(monkeypatch, failing=True)
+    assert memory.read_memory(torch.device("cuda"), {}).total == 100_000
