@@ -9,9 +9,20 @@ Environment variables of the library (all of them):
 
 from __future__ import annotations
 
+import logging
+import os
+from functools import lru_cache
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from quantwm.cache import reference
+from quantwm.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "reference", "triton")
 
 
 class Ops(Protocol):
@@ -114,3 +125,49 @@ class Ops(Protocol):
         [H, N - first_corrected], basis: bfloat16 [H, D, r]; None where there is no correction.
         """
         ...
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The primitives that run on this device."""
+    return _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))[0]
+
+
+def explain(device: torch.device | str) -> str:
+    """One line: which primitives run on this device, and why."""
+    return _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))[1]
+
+
+@lru_cache(maxsize=16)
+def _choose(device_type: str, override: str) -> tuple[Ops, str]:
+    if override not in CHOICES:
+        raise UserError(f"QUANTWM_KERNELS must be one of {', '.join(CHOICES)}, got {override!r}")
+    if override == "reference":
+        return reference, "PyTorch reference (QUANTWM_KERNELS=reference)"
+    if device_type != "cuda":
+        if override == "triton":
+            raise UserError(
+                f"QUANTWM_KERNELS=triton needs a CUDA device, this is {device_type}; "
+                "set it to auto or reference"
+            )
+        return reference, f"PyTorch reference (Triton needs a CUDA device, this is {device_type})"
+    try:
+        ops = _load_triton()
+    except ImportError as failure:
+        if override == "triton":
+            raise UserError(
+                f"QUANTWM_KERNELS=triton, but the kernels do not load: {failure}"
+            ) from None
+        reason = f"PyTorch reference on CUDA, slow: the Triton kernels do not load ({failure})"
+        logger.warning(reason)
+        return reference, reason
+    return ops, "Triton kernels (CUDA device)"
+
+
+# --- Triton wiring: the one place that imports `kernels` ---------------------------------------
+
+
+def _load_triton() -> Ops:
+    """The launchers behind the signatures of `Ops`. ImportError when triton is absent."""
+    from kernels import ops
+
+    return ops

@@ -1,0 +1,71 @@
+"""Group quantizers of the residual: 4-level affine (QuantWM) and ternary (QVG), reference.
+
+Both work on float32 residuals [H, N, D] in groups of `group_size` channels of one token, and both
+quantize against the scale as it is stored, so that rounding the scale does not add to the error.
+Rounding is floor(x + 0.5) everywhere: Triton's interpreter has no rint, and both must agree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.pack import LEVELS
+
+E4M3_MAX = 448.0
+FLOAT16_MAX = 65504.0
+SCALE_CODES = 255
+
+
+def round_half_up(x: Tensor) -> Tensor:
+    return torch.floor(x + 0.5)
+
+
+def _safe_divide(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, x / scale, 0.0)
+
+
+def quantize_affine(
+    residual: Tensor, group_size: int, clip: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """4-level affine quantizer with a 2-bit integer zero (QuantWM Eq. 1-4).
+
+    The range of a group is extended to hold 0, because a zero in 0..3 cannot express any other,
+    then shrunk by `clip`. The scale code is rounded up: with the stored scale s at least the exact
+    one, zero = round(-min / s) leaves every value within s / 2 of a level. (Rounding to nearest
+    may leave it outside by up to 1.5 steps of the scale code.)
+
+    Returns codes uint8 [H, N, D] in 0..3, scale codes uint8 [H, N, D/G], secondary float16 [H]
+    (the largest scale of the head), zeros uint8 [H, N, D/G] in 0..3.
+    """
+    groups = residual.unflatten(-1, (-1, group_size))
+    low, high = torch.aminmax(groups, dim=-1)
+    low, high = low.clamp(max=0) * clip, high.clamp(min=0) * clip
+    exact = (high - low) / (LEVELS - 1)
+    secondary = exact.amax(dim=(1, 2)).clamp(max=FLOAT16_MAX).to(torch.float16)
+    largest = secondary.float()[:, None, None]
+    scale_codes = torch.ceil(_safe_divide(exact * SCALE_CODES, largest)).clamp(0, SCALE_CODES)
+    scale_codes = scale_codes.to(torch.uint8)
+    scale = affine_scales(scale_codes, secondary[:, None])
+    zeros = round_half_up(_safe_divide(-low, scale)).clamp(0, LEVELS - 1)
+    codes = round_half_up(_safe_divide(groups, scale.unsqueeze(-1))) + zeros.unsqueeze(-1)
+    codes = codes.clamp(0, LEVELS - 1).to(torch.uint8)
+    return codes.flatten(-2), scale_codes, secondary, zeros.to(torch.uint8)
+
+
+def affine_scales(scale_codes: Tensor, secondary: Tensor) -> Tensor:
+    """scale = code * (secondary / 255), float32 [H, N, D/G]. secondary: [H, N] or [H, 1]."""
+    return scale_codes.float() * (secondary.float() / SCALE_CODES).unsqueeze(-1)
+
+
+def quantize_ternary(residual: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """QVG's symmetric quantizer: the residual in BF16, scale = E4M3(max of its magnitude).
+
+    Returns codes uint8 [H, N, D] in 0..2 (the value -1..1 plus 1), scales float8_e4m3fn
+    [H, N, D/G]. A scale below E4M3's smallest number is 0 and its group decodes to 0.
+    """
+    groups = residual.to(torch.bfloat16).float().unflatten(-1, (-1, group_size))
+    largest = groups.abs().amax(dim=-1).clamp(max=E4M3_MAX)
+    scales = largest.to(torch.float8_e4m3fn)
+    values = round_half_up(_safe_divide(groups, scales.float().unsqueeze(-1))).clamp(-1, 1)
+    return (values + 1).to(torch.uint8).flatten(-2), scales

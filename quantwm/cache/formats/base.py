@@ -1,0 +1,119 @@
+"""What a cache format is: the protocol, its packed span, and the shared checks of settings.
+
+Formats are pure: keys or values in, packed span out, decode into a buffer that the caller owns. A
+packed span is a frozen value; joining and selecting tokens give new spans that share no storage
+with the old ones except the codebook and the basis, and never quantize anything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from torch import Generator, Tensor
+
+from quantwm.cache.kmeans import MAX_CENTROIDS
+from quantwm.errors import UserError
+
+Role = Literal["keys", "values"]
+
+SpanT = TypeVar("SpanT")
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """Centroids of one codebook span, one layer, keys or values. centroids: bfloat16 [H, K, D]."""
+
+    centroids: Tensor
+
+
+@dataclass(frozen=True)
+class QueryGuide:
+    """What past queries say about the keys of one layer. Never of the chunk that is encoded.
+
+    Attributes:
+        weights: float32 [H, D], mean 1, or None before any query was seen (unit weights).
+        basis: bfloat16 [H, D, r], the span's PSAC directions, or None without PSAC.
+        eigenvalues: float32 [H, r], the query moment along the basis.
+    """
+
+    weights: Tensor | None = None
+    basis: Tensor | None = None
+    eigenvalues: Tensor | None = None
+
+
+class Format(Protocol, Generic[SpanT]):
+    """One cache format. Methods take one layer's keys or values, x: bfloat16 [H, N, D]."""
+
+    name: str
+    compresses: bool
+    """Whether a span is anything but BF16."""
+    uses_queries: bool
+    """Whether encoding keys wants the query moment."""
+    rank: int
+    """PSAC directions of a span; 0 without."""
+
+    def check(self, head_dim: int) -> None:
+        """UserError when the settings do not suit this head size."""
+        ...
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        """The codebook of a new span, from its first chunk."""
+        ...
+
+    def encode(self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide) -> SpanT:
+        """Encode one chunk against its span's codebook."""
+        ...
+
+    def join(self, first: SpanT, second: SpanT) -> SpanT:
+        """The span with a later chunk's tokens behind its own."""
+        ...
+
+    def select(self, span: SpanT, keep: slice | Tensor) -> SpanT:
+        """The span's tokens in a range, or at ascending int64 positions (a CPU tensor)."""
+        ...
+
+    def settle(self, spans: Sequence[SpanT]) -> list[SpanT]:
+        """Each span in the smallest of its equivalent forms; at most one host sync for all."""
+        ...
+
+    def decode_into(self, span: SpanT, out: Tensor, offset: int, start: int, stop: int) -> None:
+        """Tokens [start, stop) to out[:, offset : offset + stop - start], [H, capacity, D]."""
+        ...
+
+    def tokens(self, span: SpanT) -> int: ...
+
+    def parts(self, span: SpanT) -> Mapping[str, Sequence[Tensor]]:
+        """Every tensor that the span holds, by ledger part."""
+        ...
+
+    def nominal_bytes(self, span: SpanT) -> int:
+        """Packed bytes as papers count them: codebook and basis in, every PSAC row dense."""
+        ...
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        """The same parts before anything is allocated: one span, all of it corrected by PSAC."""
+        ...
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def check_group(group_size: int, head_dim: int) -> None:
+    if head_dim % group_size:
+        raise UserError(f"group_size {group_size} does not divide head_dim {head_dim}")
+    if head_dim % 4:
+        raise UserError(f"head_dim must be a multiple of 4 to pack 2-bit codes, got {head_dim}")
+
+
+def check_clustering(centroids: int, group_size: int, iterations: int) -> None:
+    if not 1 <= centroids <= MAX_CENTROIDS:
+        raise UserError(f"centroids must be 1 to {MAX_CENTROIDS}, got {centroids}")
+    if group_size < 4 or group_size % 4:
+        raise UserError(f"group_size must be a positive multiple of 4, got {group_size}")
+    if iterations < 0:
+        raise UserError(f"iterations must be 0 or more, got {iterations}")

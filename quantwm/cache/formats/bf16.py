@@ -1,0 +1,77 @@
+"""The `bf16` format: nothing is compressed; the reference that every other format is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from quantwm.cache.formats.base import Codebook, QueryGuide, Role
+
+
+@dataclass(frozen=True)
+class Bf16Config:
+    """BF16 has no settings."""
+
+
+PRESETS = {"default": Bf16Config()}
+
+
+@dataclass(frozen=True)
+class Bf16Span:
+    """values: bfloat16 [H, N, D]."""
+
+    values: Tensor
+
+
+class Bf16Format:
+    """Keys and values as they came, rounded to BF16."""
+
+    name = "bf16"
+    compresses = False
+    uses_queries = False
+    rank = 0
+
+    def __init__(self, config: Bf16Config | None = None) -> None:
+        self.config = config or Bf16Config()
+
+    def check(self, head_dim: int) -> None:
+        """Every head size will do."""
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        return None
+
+    def encode(
+        self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
+    ) -> Bf16Span:
+        return Bf16Span(x.to(torch.bfloat16, copy=True).contiguous())
+
+    def join(self, first: Bf16Span, second: Bf16Span) -> Bf16Span:
+        return Bf16Span(torch.cat((first.values, second.values), dim=1))
+
+    def select(self, span: Bf16Span, keep: slice | Tensor) -> Bf16Span:
+        if isinstance(keep, Tensor):
+            keep = keep.to(span.values.device)
+        return Bf16Span(span.values[:, keep].clone(memory_format=torch.contiguous_format))
+
+    def settle(self, spans: Sequence[Bf16Span]) -> list[Bf16Span]:
+        return list(spans)
+
+    def decode_into(self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int) -> None:
+        out[:, offset : offset + stop - start] = span.values[:, start:stop]
+
+    def tokens(self, span: Bf16Span) -> int:
+        return span.values.shape[1]
+
+    def parts(self, span: Bf16Span) -> Mapping[str, Sequence[Tensor]]:
+        return {"bf16": (span.values,)}
+
+    def nominal_bytes(self, span: Bf16Span) -> int:
+        return span.values.numel() * 2
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        return {"bf16": tokens * heads * head_dim * 2}

@@ -1,0 +1,166 @@
+"""The `qvg` format: one centroid a token and a ternary residual with E4M3 group scales.
+
+Quant VideoGen (arXiv 2602.02958) sections 3-4, one stage, INT2. Per token and head at D = 128:
+256 bits of codes, 8 per group of scales, 8 of centroid id; per span and head a BF16 codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+
+from quantwm.cache import kmeans
+from quantwm.cache.dispatch import ops_for
+from quantwm.cache.formats.base import (
+    Codebook,
+    QueryGuide,
+    Role,
+    check_clustering,
+    check_group,
+    storage_bytes,
+)
+from quantwm.cache.pack import packed_bytes as bytes_of_codes
+
+
+@dataclass(frozen=True)
+class QvgConfig:
+    """centroids: of a codebook span; group_size: channels a scale; iterations: of k-means."""
+
+    centroids: int = 256
+    group_size: int = 64
+    iterations: int = 2
+
+    def __post_init__(self) -> None:
+        check_clustering(self.centroids, self.group_size, self.iterations)
+
+
+PRESETS = {
+    "published": QvgConfig(),
+    "embedded": QvgConfig(centroids=64),
+}
+
+
+@dataclass(frozen=True)
+class QvgSpan:
+    """See docs/architecture.md: codes, ids, scales as there; centroids shared by the span."""
+
+    codes: Tensor
+    ids: Tensor
+    scales: Tensor
+    codebook: Codebook
+
+
+class QvgFormat:
+    """x = centroid + (code - 1) * scale."""
+
+    name = "qvg"
+    compresses = True
+    uses_queries = False
+    rank = 0
+
+    def __init__(self, config: QvgConfig | None = None) -> None:
+        self.config = config or QvgConfig()
+
+    def check(self, head_dim: int) -> None:
+        check_group(self.config.group_size, head_dim)
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        return fit_codebook(x, self.config.centroids, self.config.iterations, generator, warm)
+
+    def encode(
+        self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
+    ) -> QvgSpan:
+        codebook = require_codebook(codebook)
+        ops = ops_for(x.device)
+        ids = ops.assign(x, codebook.centroids)
+        codes, scales = ops.encode_qvg(x, ids, codebook.centroids, self.config.group_size)
+        return QvgSpan(codes, ids, scales, codebook)
+
+    def join(self, first: QvgSpan, second: QvgSpan) -> QvgSpan:
+        return replace(
+            first,
+            codes=torch.cat((first.codes, second.codes), dim=1),
+            ids=torch.cat((first.ids, second.ids), dim=1),
+            scales=torch.cat((first.scales, second.scales), dim=1),
+        )
+
+    def select(self, span: QvgSpan, keep: slice | Tensor) -> QvgSpan:
+        return replace(
+            span,
+            codes=select_tokens(span.codes, keep),
+            ids=select_tokens(span.ids, keep),
+            scales=select_tokens(span.scales, keep),
+        )
+
+    def settle(self, spans: Sequence[QvgSpan]) -> list[QvgSpan]:
+        return list(spans)
+
+    def decode_into(self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
+        ops_for(out.device).decode_qvg_into(
+            out,
+            offset,
+            span.codes,
+            span.ids,
+            span.codebook.centroids,
+            span.scales,
+            self.config.group_size,
+            start,
+            stop,
+        )
+
+    def tokens(self, span: QvgSpan) -> int:
+        return span.ids.shape[1]
+
+    def parts(self, span: QvgSpan) -> Mapping[str, Sequence[Tensor]]:
+        return {
+            "codes": (span.codes,),
+            "scales": (span.scales,),
+            "ids": (span.ids,),
+            "codebooks": (span.codebook.centroids,),
+        }
+
+    def nominal_bytes(self, span: QvgSpan) -> int:
+        return sum(storage_bytes(tensors) for tensors in self.parts(span).values())
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        return {
+            "codes": tokens * heads * bytes_of_codes(head_dim),
+            "scales": tokens * heads * (head_dim // self.config.group_size),
+            "ids": tokens * heads,
+            "codebooks": heads * self.config.centroids * head_dim * 2,
+        }
+
+
+def fit_codebook(
+    x: Tensor, centroids: int, iterations: int, generator: Generator, warm: Codebook | None
+) -> Codebook:
+    """k-means of the span's first chunk, from the last span's codebook where there is one."""
+    ops = ops_for(x.device)
+    fitted = kmeans.fit(
+        x,
+        centroids,
+        iterations,
+        generator,
+        None if warm is None else warm.centroids,
+        assign=ops.assign,
+        update=ops.update,
+    )
+    return Codebook(fitted.to(torch.bfloat16))
+
+
+def require_codebook(codebook: Codebook | None) -> Codebook:
+    if codebook is None:
+        raise ValueError("a span with centroids needs its codebook before a chunk is encoded")
+    return codebook
+
+
+def select_tokens(tensor: Tensor, keep: slice | Tensor) -> Tensor:
+    """[H, N, ...] -> the kept tokens in storage of their own."""
+    if isinstance(keep, slice):
+        return tensor[:, keep].clone(memory_format=torch.contiguous_format)
+    return tensor.index_select(1, keep.to(tensor.device))

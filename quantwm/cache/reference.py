@@ -1,0 +1,169 @@
+"""The primitives of `dispatch.Ops` in PyTorch: what they mean, and what runs on a CPU.
+
+Decoding happens for every layer in every denoising pass, so it is lean: a byte of four codes is
+one 16-byte row of a table (moved as one complex128), each block of tokens stays in the L2 cache,
+and everything after the table is in place.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.affine import (
+    affine_scales,
+    quantize_affine,
+    quantize_ternary,
+    round_half_up,
+)
+from quantwm.cache.kmeans import _gather, assign, assign_qsac, update
+from quantwm.cache.pack import CODES_PER_BYTE, LEVELS, pack, unpack, unpack_range
+
+__all__ = [
+    "assign",
+    "assign_qsac",
+    "decode_quantwm_into",
+    "decode_qvg_into",
+    "encode_quantwm",
+    "encode_qvg",
+    "name",
+    "update",
+]
+
+name = "reference"
+
+DECODE_BLOCK = 1024
+"""Tokens decoded together. Each of 2 cores then works on 256 KB float32 temporaries (D = 128), which
+fit its L2: measured on 2 cores of an EPYC (Zen 4), 3 x 2,048 x 128 with PSAC: 256 tokens 2.3 ms,
+512 1.7 ms, 1,024 1.3 ms, 2,048 1.4 ms."""
+
+COEFFICIENT_MAX = 127
+
+
+def encode_qvg(x: Tensor, ids: Tensor, centroids: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """See `dispatch.Ops.encode_qvg`."""
+    codes, scales = quantize_ternary(x.float() - _gather(centroids, ids), group_size)
+    return pack(codes), scales
+
+
+def encode_quantwm(
+    x: Tensor,
+    ids: Tensor,
+    centroids: Tensor,
+    group_size: int,
+    clip: float,
+    basis: Tensor | None,
+    eigenvalues: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """See `dispatch.Ops.encode_quantwm`."""
+    residual = x.float() - _gather(centroids, ids)
+    codes, scale_codes, secondary, zeros = quantize_affine(residual, group_size, clip)
+    coefficients = row_scales = None
+    if basis is not None and eigenvalues is not None:
+        scale = affine_scales(scale_codes, secondary[:, None]).unsqueeze(-1)
+        levels = codes.unflatten(-1, (-1, group_size)).float() - zeros.unsqueeze(-1)
+        error = residual - (levels * scale).flatten(-2)
+        coefficients, row_scales = _encode_rows(torch.bmm(error, basis.float()), eigenvalues)
+    return pack(codes), scale_codes, secondary, pack(zeros.flatten(1)), coefficients, row_scales
+
+
+def _encode_rows(projected: Tensor, eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 rows with an FP16 scale each, and the gate of QuantWM App. D.1.
+
+    In the eigenbasis a row lowers the query-weighted error exactly when
+    sum_j lambda_j (c_j^2 - (c_j - stored_j)^2) > 0; otherwise the row is set to zero.
+    """
+    row_scales = (projected.abs().amax(-1) / COEFFICIENT_MAX).to(torch.float16)
+    scale = row_scales.float().unsqueeze(-1)
+    codes = round_half_up(torch.where(scale > 0, projected / scale, 0.0))
+    codes = codes.clamp(-COEFFICIENT_MAX, COEFFICIENT_MAX)
+    gain = projected.square() - (projected - codes * scale).square()
+    kept = (gain * eigenvalues.unsqueeze(1)).sum(-1) > 0
+    codes = torch.where(kept.unsqueeze(-1), codes, 0.0).to(torch.int8)
+    return codes, torch.where(kept, row_scales, torch.zeros_like(row_scales))
+
+
+@lru_cache(maxsize=8)
+def _level_table(zeros: tuple[int, ...], device: torch.device) -> Tensor:
+    """complex128 [len(zeros) * 256]: entry z * 256 + byte holds four float32 (code - zero)."""
+    codes = unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(-1), CODES_PER_BYTE).float()
+    levels = torch.stack([codes - zero for zero in zeros])
+    return levels.view(torch.complex128).flatten().to(device)
+
+
+def decode_qvg_into(
+    out: Tensor,
+    offset: int,
+    codes: Tensor,
+    ids: Tensor,
+    centroids: Tensor,
+    scales: Tensor,
+    group_size: int,
+    start: int,
+    stop: int,
+) -> None:
+    """See `dispatch.Ops.decode_qvg_into`."""
+    table = _level_table((1,), codes.device)
+    scale = scales[:, start:stop].float().unsqueeze(-1)
+    means = centroids.float()
+    for head in range(codes.shape[0]):
+        for first in range(start, stop, DECODE_BLOCK):
+            last = min(first + DECODE_BLOCK, stop)
+            rows = slice(first - start, last - start)
+            levels = table.index_select(0, codes[head, first:last].int().flatten())
+            values = levels.view(torch.float32).view(last - first, -1, group_size)
+            values = values.mul_(scale[head, rows]).flatten(1)
+            values += means[head].index_select(0, ids[head, first:last].int())
+            out[head, offset + first - start : offset + last - start] = values
+
+
+def decode_quantwm_into(
+    out: Tensor,
+    offset: int,
+    codes: Tensor,
+    ids: Tensor,
+    centroids: Tensor,
+    scales: Tensor,
+    secondary: Tensor,
+    chunk_stops: Tensor,
+    zeros: Tensor,
+    group_size: int,
+    coefficients: Tensor | None,
+    coefficient_scales: Tensor | None,
+    basis: Tensor | None,
+    first_corrected: int,
+    start: int,
+    stop: int,
+) -> None:
+    """See `dispatch.Ops.decode_quantwm_into`."""
+    heads, groups = scales.shape[0], scales.shape[2]
+    table = _level_table(tuple(range(LEVELS)), codes.device)
+    lengths = chunk_stops.diff(prepend=chunk_stops.new_zeros(1))
+    per_token = secondary.repeat_interleave(lengths, dim=1)[:, start:stop]
+    scale = affine_scales(scales[:, start:stop], per_token).unsqueeze(-1)
+    zero = unpack_range(zeros, start * groups, stop * groups).view(heads, -1, groups, 1).int() << 8
+    means = centroids.float()
+    correct_from = stop
+    if coefficients is not None and coefficient_scales is not None and basis is not None:
+        correct_from = max(start, first_corrected)
+        corrected = slice(correct_from - first_corrected, stop - first_corrected)
+        rows_psac = coefficients[:, corrected].float()
+        rows_psac *= coefficient_scales[:, corrected].float().unsqueeze(-1)
+        directions = basis.float().transpose(1, 2).contiguous()
+    for head in range(heads):
+        for first in range(start, stop, DECODE_BLOCK):
+            last = min(first + DECODE_BLOCK, stop)
+            rows = slice(first - start, last - start)
+            index = codes[head, first:last].view(last - first, groups, -1).int() + zero[head, rows]
+            levels = table.index_select(0, index.flatten()).view(torch.float32)
+            values = levels.view(last - first, groups, group_size)
+            values = values.mul_(scale[head, rows]).flatten(1)
+            values += means[head].index_select(0, ids[head, first:last].int())
+            if last > correct_from:
+                begin = max(first, correct_from)
+                values[begin - first :].addmm_(
+                    rows_psac[head, begin - correct_from : last - correct_from], directions[head]
+                )
+            out[head, offset + first - start : offset + last - start] = values
