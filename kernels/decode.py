@@ -1,0 +1,217 @@
+"""Decode a range of a packed span straight into the attention's buffer (the staged path)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import checks, tuning
+from kernels.format import CODES_PER_BYTE
+from kernels.tile import e4m3_value
+
+
+@triton.jit
+def _levels(codes_ptr, head, rows, valid, n_tokens, D: tl.constexpr):
+    """Codes of a token block, float32 [BLOCK_N, D / 16, 16]: one 32-bit load per 16 channels."""
+    words: tl.constexpr = D // 16
+    place = (head * n_tokens + rows)[:, None] * words + tl.arange(0, words)[None, :]
+    packed = tl.load(codes_ptr + place, mask=valid[:, None], other=0)
+    shifts = 2 * tl.arange(0, 16)
+    return ((packed[:, :, None] >> shifts[None, None, :]) & 3).to(tl.float32)
+
+
+@triton.jit
+def _channels(D: tl.constexpr):
+    """Channel numbers laid out like the codes, [1, D / 16, 16]."""
+    return (tl.arange(0, D // 16)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+
+
+@triton.jit
+def _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D: tl.constexpr):
+    """Centroid of every token, float32 [BLOCK_N, D / 16, 16]."""
+    ids = tl.load(ids_ptr + head * n_tokens + rows, mask=valid, other=0).to(tl.int32)
+    place = head * K * D + ids[:, None, None] * D + _channels(D)
+    return tl.load(centroids_ptr + place, mask=valid[:, None, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(out_ptr, stride_h, stride_n, values, head, to, valid, D: tl.constexpr):
+    ptrs = out_ptr + head * stride_h + to[:, None, None] * stride_n + _channels(D)
+    tl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=valid[:, None, None])
+
+
+@triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop"])
+def decode_ternary_kernel(
+    out_ptr, out_stride_h, out_stride_n, codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
+    n_tokens, offset, start, stop,  # runtime: only in masks and addresses
+    K,  # runtime: only in addresses
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = rows < stop
+    groups: tl.constexpr = D // GROUP
+    of_word = tl.arange(0, D // 16) * 16 // GROUP
+    place = (head * n_tokens + rows)[:, None] * groups + of_word[None, :]
+    scale = e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
+    values = (_levels(codes_ptr, head, rows, valid, n_tokens, D) - 1.0) * scale[:, :, None]
+    values += _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
+    _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
+
+
+@triton.jit
+def _affine_levels(
+    codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
+    n_chunks, D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """(code - zero) * scale of a token block, float32 [BLOCK_N, D / 16, 16]."""
+    groups: tl.constexpr = D // GROUP
+    chunk = tl.zeros_like(rows)
+    for c in range(0, n_chunks):
+        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(tl.int64)
+    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
+    step = tl.div_rn(secondary.to(tl.float32), 255.0)
+    of_word = tl.arange(0, D // 16) * 16 // GROUP
+    flat = rows[:, None] * groups + of_word[None, :]
+    codes = tl.load(scales_ptr + head * n_tokens * groups + flat, mask=valid[:, None], other=0)
+    scale = codes.to(tl.float32) * step[:, None]
+    zero_bytes = (n_tokens.to(tl.int64) * groups + 3) // 4
+    byte = tl.load(zeros_ptr + head * zero_bytes + flat // 4, mask=valid[:, None], other=0)
+    zero = ((byte.to(tl.int32) >> (2 * (flat % 4)).to(tl.int32)) & 3).to(tl.float32)
+    levels = _levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
+    return levels * scale[:, :, None]
+
+
+@triton.jit(
+    do_not_specialize=["n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected"]
+)
+def decode_affine_kernel(
+    out_ptr, out_stride_h, out_stride_n, codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
+    secondary_ptr, chunk_stops_ptr, zeros_ptr, coefficients_ptr, row_scales_ptr, basis_ptr,
+    n_tokens, offset, start, stop,  # runtime: only in masks and addresses
+    n_chunks,  # runtime: loop bound
+    first_corrected,  # runtime: only in masks and addresses
+    K,  # runtime: only in addresses
+    D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """mu[id] + (code - zero) * scale (+ coefficients @ basis^T * row scale), rounded once.
+
+    Grid (token blocks, heads). RANK 0 leaves the correction out. INT8 coefficients and BF16
+    directions are exact operands of a BF16 dot.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    valid = rows < stop
+    values = _affine_levels(
+        codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid,
+        n_tokens, n_chunks, D, GROUP,
+    )  # fmt: skip
+    values += _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
+    if RANK > 0:
+        offs_d = tl.arange(0, D)
+        offs_r = tl.arange(0, RANK_PAD)
+        row = head * (n_tokens - first_corrected) + rows - first_corrected
+        corrected = valid & (rows >= first_corrected)
+        coefficients = tl.load(
+            coefficients_ptr + row[:, None] * RANK + offs_r[None, :],
+            mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        directions = tl.load(
+            basis_ptr + head * D * RANK + offs_d[None, :] * RANK + offs_r[:, None],
+            mask=(offs_r < RANK)[:, None], other=0.0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        row_scale = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
+        correction = tl.dot(coefficients, directions, input_precision="ieee") * row_scale[:, None]
+        values += tl.reshape(correction, (BLOCK_N, D // 16, 16))
+    _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
+
+
+def _check(
+    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, group_size: int,
+    start: int, stop: int, rank: int = 0,
+) -> tuple[int, int, int]:  # fmt: skip
+    checks.rows("out", out)
+    heads, capacity, dim = out.shape
+    tokens, count = ids.shape[-1], centroids.shape[1]
+    checks.geometry(dim, group_size, count, rank)
+    if not (0 <= start <= stop <= tokens and 0 <= offset and offset + stop - start <= capacity):
+        raise ValueError(
+            f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
+        )
+    checks.packed("codes", codes, torch.uint8, (heads, tokens, dim // CODES_PER_BYTE))
+    checks.packed("ids", ids, torch.uint8, (heads, tokens))
+    checks.packed("centroids", centroids, torch.bfloat16, (heads, count, dim))
+    checks.together(out, codes, ids, centroids)
+    return heads, tokens, dim
+
+
+def decode_qvg_into(
+    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor,
+    group_size: int, start: int, stop: int,
+) -> None:  # fmt: skip
+    """Write tokens [start, stop) of a QVG span to out[:, offset : offset + stop - start].
+
+    out: [H, capacity, D] float32 or bfloat16, channels adjacent; codes uint8 [H, N, D/4], ids
+    uint8 [H, N], centroids bfloat16 [H, K, D], scales float8_e4m3fn [H, N, D/G], all contiguous.
+    ValueError on anything else, and on a range that does not fit.
+    """
+    heads, tokens, dim = _check(
+        out, offset, codes, ids, centroids, group_size, start, stop
+    )
+    checks.packed("scales", scales, torch.float8_e4m3fn, (heads, tokens, dim // group_size))
+    checks.together(out, scales)
+    if start == stop:
+        return
+    row = tuning.DECODE[dim]
+    decode_ternary_kernel[(triton.cdiv(stop - start, row.block_n), heads)](
+        out, out.stride(0), out.stride(1), codes.view(torch.int32), ids, centroids,
+        scales.view(torch.uint8), tokens, offset, start, stop, centroids.shape[1],
+        D=dim, GROUP=group_size, BLOCK_N=row.block_n,
+        num_warps=row.num_warps, num_stages=row.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def decode_quantwm_into(
+    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor,
+    secondary: Tensor, chunk_stops: Tensor, zeros: Tensor, group_size: int,
+    coefficients: Tensor | None, coefficient_scales: Tensor | None, basis: Tensor | None,
+    first_corrected: int, start: int, stop: int,
+) -> None:  # fmt: skip
+    """As `decode_qvg_into` for QuantWM spans.
+
+    scales uint8 [H, N, D/G], secondary float16 [H, C], chunk_stops int32 [C] (where each chunk of
+    the span ends), zeros uint8 [H, ceil(N * D/G / 4)], coefficients int8
+    [H, N - first_corrected, r], coefficient_scales float16 [H, N - first_corrected], basis
+    bfloat16 [H, D, r]; the last three all or none.
+    """
+    correction = (coefficients, coefficient_scales, basis)
+    rank = 0 if basis is None or any(t is None for t in correction) else basis.shape[2]
+    heads, tokens, dim = _check(
+        out, offset, codes, ids, centroids, group_size, start, stop, rank
+    )
+    groups, chunks = dim // group_size, secondary.shape[-1]
+    checks.packed("scales", scales, torch.uint8, (heads, tokens, groups))
+    checks.packed("secondary", secondary, torch.float16, (heads, chunks))
+    checks.packed("chunk_stops", chunk_stops, torch.int32, (chunks,))
+    checks.packed("zeros", zeros, torch.uint8, (heads, -(-tokens * groups // CODES_PER_BYTE)))
+    checks.together(out, scales, secondary, chunk_stops, zeros, *correction)
+    if rank:
+        corrected = tokens - first_corrected
+        checks.packed("coefficients", coefficients, torch.int8, (heads, corrected, rank))
+        checks.packed("coefficient_scales", coefficient_scales, torch.float16, (heads, corrected))
+        checks.packed("basis", basis, torch.bfloat16, (heads, dim, rank))
+    if start == stop:
+        return
+    row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE[dim]
+    decode_affine_kernel[(triton.cdiv(stop - start, row.block_n), heads)](
+        out, out.stride(0), out.stride(1), codes.view(torch.int32), ids, centroids, scales,
+        secondary, chunk_stops, zeros, *(correction if rank else (None, None, None)),
+        tokens, offset, start, stop, chunks, first_corrected if rank else 0, centroids.shape[1],
+        D=dim, GROUP=group_size, RANK=rank, RANK_PAD=max(16, triton.next_power_of_2(rank)),
+        BLOCK_N=row.block_n, DOT_DTYPE=tuning.dot_mode(out)[1],
+        num_warps=row.num_warps, num_stages=row.num_stages, enable_fp_fusion=False,
+    )  # fmt: skip

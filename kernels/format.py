@@ -1,0 +1,33 @@
+"""Constants of the packed layout (docs/architecture.md) and what the kernels cover; no triton."""
+
+from __future__ import annotations
+
+CODES_PER_BYTE = 4
+CODES_PER_WORD = 16  # a little-endian int32 holds channels 16w .. 16w+15, two bits each
+MAX_CENTROIDS = 256  # ids are uint8
+MAX_CANDIDATES = 4  # of QSAC
+TERNARY_OFFSET = 1  # qvg stores {-1, 0, 1} + 1
+E4M3_MAX = 448.0
+E4M3_MIN_NORMAL = 2.0**-6
+E4M3_SUBNORMAL_STEP = 2.0**-9
+SCALE_CODE_MAX = 255
+COEFFICIENT_MAX = 127
+
+HEAD_DIMS = (64, 128, 256)
+GROUP_SIZES = (16, 32, 64, 128)
+MAX_RANK = 32
+
+
+def unsupported(
+    head_dim: int, group_size: int | None = None, centroids: int | None = None, rank: int = 0
+) -> str | None:
+    """Why the kernels do not cover this geometry, in a few words; None when they do."""
+    if head_dim not in HEAD_DIMS:
+        return f"head dim {head_dim} is not one of {HEAD_DIMS}"
+    if group_size is not None and (group_size not in GROUP_SIZES or head_dim % group_size):
+        return f"group size {group_size} is not one of {GROUP_SIZES} dividing {head_dim}"
+    if centroids is not None and not 1 <= centroids <= MAX_CENTROIDS:
+        return f"{centroids} centroids, the kernels take 1 to {MAX_CENTROIDS}"
+    if rank > MAX_RANK:
+        return f"rank {rank} exceeds {MAX_RANK}"
+    return None

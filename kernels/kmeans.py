@@ -1,0 +1,274 @@
+"""Centroid assignment (nearest, or QSAC's range score) and the deterministic centroid update."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import checks, tuning
+from kernels.format import MAX_CANDIDATES
+from kernels.tile import as_operand, split_operand
+
+# Centroids beyond K and unused candidate slots carry this distance; real ones stay far below.
+_FAR = tl.constexpr(3.0e38)
+
+
+@triton.jit
+def prepare_kernel(
+    centroids_ptr, weights_ptr, operands_ptr, norms_ptr,
+    K,  # runtime: only in masks and addresses
+    D: tl.constexpr, K_PAD: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTED: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """w * mu as PARTS operands that sum to it, and sum_c w mu^2, for every centroid.
+
+    Grid (K_PAD / BLOCK_K, heads). Centroids beyond K get zero operands and the norm _FAR.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_d = tl.arange(0, D)
+    valid = offs_k < K
+    place = offs_k[:, None] * D + offs_d[None, :]
+    c = tl.load(centroids_ptr + head * K * D + place, mask=valid[:, None], other=0.0)
+    c = c.to(tl.float32)
+    scaled = c
+    if WEIGHTED:
+        scaled = c * tl.load(weights_ptr + head * D + offs_d)[None, :]
+    norms = tl.where(valid, tl.sum(scaled * c, axis=1), _FAR)
+    tl.store(norms_ptr + head * K_PAD + offs_k, norms)
+    operand_ptrs = operands_ptr + head * PARTS * K_PAD * D + place
+    rest = scaled
+    for part in tl.static_range(PARTS):
+        operand, rest = split_operand(rest, operands_ptr.dtype.element_ty)
+        tl.store(operand_ptrs + part * K_PAD * D, operand)
+
+
+@triton.jit
+def _insert(distance, index, best_d, best_i):
+    """One compare-exchange of a sorted list: the smaller stays, the larger is passed on.
+
+    Strictly smaller only, so that of equal distances the one seen first (lower index) stays.
+    """
+    swap = distance < best_d
+    return (
+        tl.where(swap, best_d, distance), tl.where(swap, best_i, index),
+        tl.where(swap, distance, best_d), tl.where(swap, index, best_i),
+    )  # fmt: skip
+
+
+@triton.jit
+def _range_score(x, centroid_ptrs, index, distance, group_weights, D: tl.constexpr):
+    """S = sum_g W_g range_g(x - mu)^2 of one candidate per token (QuantWM Eq. 12)."""
+    r = x - tl.load(centroid_ptrs + index[:, None, None] * D).to(tl.float32)
+    spread = tl.max(r, axis=2) - tl.min(r, axis=2)
+    score = tl.sum(group_weights * (spread * spread), axis=1)
+    return tl.where(distance < _FAR, score, float("inf"))
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def assign_kernel(
+    x_ptr, x_stride_h, x_stride_n, centroids_ptr, operands_ptr, norms_ptr, group_weights_ptr,
+    ids_ptr,
+    n_tokens,  # runtime: only in masks and addresses
+    K,  # runtime: only in addresses
+    D: tl.constexpr, GROUP: tl.constexpr, K_PAD: tl.constexpr, PARTS: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """The nearest centroid, or the best range score among the CANDIDATES nearest.
+
+    Grid (token blocks, heads). The distance leaves out the token's own norm, constant per row:
+    sum_c w mu^2 - 2 x . (w mu). No N x K matrix is ever written.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offs_n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, D)
+    valid_n = offs_n < n_tokens
+    row_ptrs = x_ptr + head * x_stride_h + offs_n * x_stride_n
+    x = tl.load(row_ptrs[:, None] + offs_d[None, :], mask=valid_n[:, None], other=0.0)
+    x = as_operand(x, DOT_DTYPE)
+    operands_base = operands_ptr + head * PARTS * K_PAD * D + offs_d[:, None]
+
+    d0 = tl.full((BLOCK_N,), _FAR, tl.float32)
+    i0 = tl.zeros((BLOCK_N,), tl.int32)
+    d1, d2, d3 = d0, d0, d0
+    i1, i2, i3 = i0, i0, i0
+    for start in range(0, K_PAD, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        dots = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        for part in tl.static_range(PARTS):
+            c = tl.load(operands_base + part * K_PAD * D + offs_k[None, :] * D)
+            dots = tl.dot(x, c, dots, input_precision="ieee")
+        norms = tl.load(norms_ptr + head * K_PAD + offs_k)
+        distances = norms[None, :] - 2.0 * dots
+        for _ in tl.static_range(CANDIDATES):
+            d, i = tl.min(
+                distances, axis=1, return_indices=True, return_indices_tie_break_left=True
+            )
+            i += start
+            if CANDIDATES > 1:
+                distances = tl.where(offs_k[None, :] == i[:, None], float("inf"), distances)
+            d, i, d0, i0 = _insert(d, i, d0, i0)
+            if CANDIDATES > 1:
+                d, i, d1, i1 = _insert(d, i, d1, i1)
+            if CANDIDATES > 2:
+                d, i, d2, i2 = _insert(d, i, d2, i2)
+            if CANDIDATES > 3:
+                d, i, d3, i3 = _insert(d, i, d3, i3)
+
+    if CANDIDATES > 1:
+        groups: tl.constexpr = D // GROUP
+        offs_c = tl.arange(0, groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        xg = tl.load(
+            row_ptrs[:, None, None] + offs_c[None, :, :], mask=valid_n[:, None, None], other=0.0
+        ).to(tl.float32)
+        c_ptrs = centroids_ptr + head * K * D + offs_c[None, :, :]
+        gw = tl.load(group_weights_ptr + head * groups + tl.arange(0, groups))[None, :]
+        best = _range_score(xg, c_ptrs, i0, d0, gw, D)
+        score = _range_score(xg, c_ptrs, i1, d1, gw, D)
+        i0 = tl.where(score < best, i1, i0)
+        if CANDIDATES > 2:
+            best = tl.minimum(best, score)
+            score = _range_score(xg, c_ptrs, i2, d2, gw, D)
+            i0 = tl.where(score < best, i2, i0)
+        if CANDIDATES > 3:
+            best = tl.minimum(best, score)
+            score = _range_score(xg, c_ptrs, i3, d3, gw, D)
+            i0 = tl.where(score < best, i3, i0)
+    tl.store(ids_ptr + head * n_tokens + offs_n, i0.to(tl.uint8), mask=valid_n)
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def update_kernel(
+    x_ptr, x_stride_h, x_stride_n, ids_ptr, centroids_ptr, out_ptr,
+    n_tokens,  # runtime: loop bound and masks
+    K,  # runtime: only in masks and addresses
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Mean of each cluster's tokens; an empty cluster keeps its centroid.
+
+    Grid (ceil(K / BLOCK_K), heads): each program walks all tokens of its head in order and adds
+    one_hot(ids) @ x on the tensor cores. One owner per centroid, no atomics, no sort: the same
+    bits every time. One-hot rows are exact in BF16, so only the float32 sums round.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_d = tl.arange(0, D)
+    sums = tl.zeros((BLOCK_K, D), tl.float32)
+    counts = tl.zeros((BLOCK_K,), tl.int32)
+    x_base = x_ptr + head * x_stride_h + offs_d[None, :]
+    ids_base = ids_ptr + head * n_tokens
+    for start in range(0, n_tokens, BLOCK_N):
+        rows = start + tl.arange(0, BLOCK_N)
+        valid = rows < n_tokens
+        ids = tl.load(ids_base + rows, mask=valid, other=0).to(tl.int32)
+        x_ptrs = x_base + rows.to(tl.int64)[:, None] * x_stride_n
+        x = as_operand(tl.load(x_ptrs, mask=valid[:, None], other=0.0), DOT_DTYPE)
+        member = (ids[None, :] == offs_k[:, None]) & valid[None, :]
+        sums = tl.dot(member.to(tl.float32).to(DOT_DTYPE), x, sums, input_precision="ieee")
+        counts += tl.sum(member.to(tl.int32), axis=1)
+    valid_k = offs_k < K
+    place = head * K * D + offs_k[:, None] * D + offs_d[None, :]
+    old = tl.load(centroids_ptr + place, mask=valid_k[:, None], other=0.0).to(tl.float32)
+    mean = tl.div_rn(sums, tl.maximum(counts, 1).to(tl.float32)[:, None])
+    new = tl.where(counts[:, None] > 0, mean, old)
+    tl.store(out_ptr + place, new, mask=valid_k[:, None])
+
+
+def _prepare(
+    x: Tensor, centroids: Tensor, weights: Tensor | None, row: tuning.Launch
+) -> tuple[Tensor, Tensor]:
+    """Operands [H, PARTS, K_PAD, D] and norms [H, K_PAD] of the distance, for assign_kernel."""
+    heads, count, dim = centroids.shape
+    dtype, _ = tuning.dot_mode(x)
+    # A BF16 centroid is its own operand; products with weights or float32 means need 16 bits.
+    exact = dtype == torch.float32 or (centroids.dtype == dtype and weights is None)
+    parts = 1 if exact else 2
+    padded = -(-count // row.block_k) * row.block_k
+    operands = torch.empty((heads, parts, padded, dim), dtype=dtype, device=x.device)
+    norms = torch.empty((heads, padded), dtype=torch.float32, device=x.device)
+    small = tuning.PREPARE[dim]
+    prepare_kernel[(padded // small.block_k, heads)](
+        centroids, weights, operands, norms, count,
+        D=dim, K_PAD=padded, BLOCK_K=small.block_k, WEIGHTED=weights is not None, PARTS=parts,
+        num_warps=small.num_warps, num_stages=small.num_stages,
+    )  # fmt: skip
+    return operands, norms
+
+
+def _check(x: Tensor, centroids: Tensor) -> None:
+    checks.rows("x", x)
+    heads, _, dim = x.shape
+    checks.geometry(dim, centroids=centroids.shape[1])
+    checks.packed(
+        "centroids", centroids, (torch.float32, torch.bfloat16), (heads, centroids.shape[1], dim)
+    )
+    if x.is_cuda and x.dtype != torch.bfloat16:
+        raise ValueError(f"no kernel: x must be bfloat16 on a GPU, got {x.dtype}")
+
+
+def _assign(
+    x: Tensor, centroids: Tensor, weights: Tensor | None, group_size: int, candidates: int
+) -> Tensor:
+    heads, tokens, dim = x.shape
+    row = (tuning.ASSIGN if candidates == 1 else tuning.ASSIGN_RANGE)[dim]
+    operands, norms = _prepare(x, centroids, weights, row)
+    group_weights = None
+    if weights is not None:
+        group_weights = weights.view(heads, dim // group_size, group_size).sum(dim=2)
+    ids = torch.empty((heads, tokens), dtype=torch.uint8, device=x.device)
+    assign_kernel[(triton.cdiv(tokens, row.block_n), heads)](
+        x, x.stride(0), x.stride(1), centroids, operands, norms, group_weights, ids,
+        tokens, centroids.shape[1],
+        D=dim, GROUP=group_size, K_PAD=operands.shape[2], PARTS=operands.shape[1],
+        CANDIDATES=candidates, BLOCK_N=row.block_n, BLOCK_K=row.block_k,
+        DOT_DTYPE=tuning.dot_mode(x)[1], num_warps=row.num_warps, num_stages=row.num_stages,
+    )  # fmt: skip
+    return ids
+
+
+def assign(x: Tensor, centroids: Tensor) -> Tensor:
+    """Nearest centroid, ties to the smaller index.
+
+    x: [H, N, D] bfloat16 (float32 too in the interpreter), channels adjacent; centroids:
+    [H, K, D] float32 or bfloat16. Returns ids uint8 [H, N]. ValueError on anything else.
+    """
+    _check(x, centroids)
+    checks.together(x, centroids)
+    return _assign(x, centroids, None, x.shape[2], 1)
+
+
+def assign_qsac(
+    x: Tensor, centroids: Tensor, weights: Tensor, group_size: int, candidates: int
+) -> Tensor:
+    """QSAC (QuantWM Eq. 6-14): of the nearest by weighted distance, the least range score.
+
+    weights: float32 [H, D]; candidates 1 to 4; the rest as in `assign`.
+    """
+    _check(x, centroids)
+    heads, _, dim = x.shape
+    checks.geometry(dim, group_size)
+    checks.packed("weights", weights, torch.float32, (heads, dim))
+    checks.together(x, centroids, weights)
+    if not 1 <= candidates <= MAX_CANDIDATES:
+        raise ValueError(f"candidates must be 1 to {MAX_CANDIDATES}, got {candidates}")
+    return _assign(x, centroids, weights, group_size, candidates)
+
+
+def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+    """Mean of each cluster's tokens, an empty cluster keeps its centroid. float32 [H, K, D]."""
+    _check(x, centroids)
+    heads, tokens, dim = x.shape
+    checks.packed("ids", ids, torch.uint8, (heads, tokens))
+    checks.together(x, ids, centroids)
+    count = centroids.shape[1]
+    row = tuning.UPDATE[dim]
+    out = torch.empty((heads, count, dim), dtype=torch.float32, device=x.device)
+    update_kernel[(triton.cdiv(count, row.block_k), heads)](
+        x, x.stride(0), x.stride(1), ids, centroids, out, tokens, count,
+        D=dim, BLOCK_N=row.block_n, BLOCK_K=row.block_k, DOT_DTYPE=tuning.dot_mode(x)[1],
+        num_warps=row.num_warps, num_stages=row.num_stages,
+    )  # fmt: skip
+    return out

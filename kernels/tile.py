@@ -1,0 +1,95 @@
+"""Triton helpers shared by the kernels: rounding, E4M3 by hand, code words, zero codes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def round_half_up(x):
+    """floor(x + 0.5), the rounding of every quantizer here (the interpreter has no rint)."""
+    return tl.floor(x + 0.5)
+
+
+@triton.jit
+def safe_divide(x, y):
+    """x / y correctly rounded, 0 where y is not positive."""
+    return tl.where(y > 0, tl.div_rn(x, tl.where(y > 0, y, 1.0)), 0.0)
+
+
+@triton.jit
+def round_to_bf16(x):
+    """float32 -> float32 that BF16 holds, ties to even; by bits, for the interpreter."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_byte(x):
+    """float32 x >= 0 -> the byte of float8_e4m3fn(x), saturating at 448, ties to even.
+
+    By hand because the interpreter's cast differs from torch's by up to 4 and overflows to 320.
+    Normal numbers keep the top 3 mantissa bits of the float; below 2^-6 the step is 2^-9, which
+    is the spacing of float32 around 1.5 * 2^14. 960 = (127 - 7) << 3 moves the exponent bias.
+    """
+    x = tl.minimum(x, 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    steps = ((x + 24576.0) - 24576.0) * 512.0
+    return tl.where(x < 0.015625, steps.to(tl.int32), normal)
+
+
+@triton.jit
+def e4m3_value(byte):
+    """int32 byte of a non-negative float8_e4m3fn -> float32."""
+    normal = ((byte + 960) << 20).to(tl.float32, bitcast=True)
+    return tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def pack_bits(codes, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
+    """int32 codes 0..3, ROWS * PER_ROW of them -> int32 [ROWS], two bits each, first one lowest."""
+    shifts = 2 * tl.arange(0, PER_ROW)
+    return tl.sum(tl.reshape(codes, (ROWS, PER_ROW)) << shifts[None, :], axis=1)
+
+
+@triton.jit
+def residual_tile(
+    x_ptr, x_stride_h, x_stride_n, ids_ptr, centroids_ptr, head, rows, n_tokens, K,
+    D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """x - mu[id] of one token block in float32 [BLOCK_N, D / GROUP, GROUP]; 0 beyond the end."""
+    valid = rows < n_tokens
+    channels = tl.arange(0, D // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    ids = tl.load(ids_ptr + head * n_tokens + rows, mask=valid, other=0).to(tl.int32)
+    x = tl.load(
+        (x_ptr + head * x_stride_h + rows * x_stride_n)[:, None, None] + channels[None, :, :],
+        mask=valid[:, None, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    c = tl.load(
+        centroids_ptr + head * K * D + ids[:, None, None] * D + channels[None, :, :],
+        mask=valid[:, None, None], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    return x - c
+
+
+@triton.jit
+def as_operand(x, DOT_DTYPE: tl.constexpr):
+    """A loaded tile as an operand of a dot, unchanged when it has that type already.
+
+    Through float32 otherwise, because the interpreter cannot compute in BF16.
+    """
+    return x if x.dtype == DOT_DTYPE else x.to(tl.float32).to(DOT_DTYPE)
+
+
+@triton.jit
+def split_operand(x, DOT_DTYPE: tl.constexpr):
+    """float32 x -> its leading part as DOT_DTYPE, and the float32 rest.
+
+    Tensor cores multiply BF16 exactly and add in float32: two parts carry 16 bits of mantissa and
+    three all 24, where TF32 keeps 10. With a float32 DOT_DTYPE (interpreter) the rest is 0.
+    """
+    part = x.to(DOT_DTYPE)
+    return part, x - part.to(tl.float32)

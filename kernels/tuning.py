@@ -1,0 +1,76 @@
+"""Fixed launch tables: no autotune, so nothing recompiles or re-times as history grows.
+
+Rows were chosen for sm_90 by compile-time facts (no spill, at most 227 KB of shared memory);
+`note` gives the date and the measurement that decided once there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch row: tokens and centroids per program, warps, pipeline stages."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    note: str
+
+
+COMPILED = "2026-11-29, compiles for sm_90 without spills; not yet timed"
+
+PREPARE = {
+    64: Launch(0, 64, 4, 1, COMPILED),
+    128: Launch(0, 64, 4, 1, COMPILED),
+    256: Launch(0, 32, 4, 1, COMPILED),
+}
+ASSIGN = {
+    64: Launch(128, 64, 8, 2, COMPILED),
+    128: Launch(128, 64, 8, 2, COMPILED),
+    256: Launch(64, 64, 4, 2, COMPILED),
+}
+ASSIGN_RANGE = {
+    64: Launch(64, 64, 4, 2, COMPILED),
+    128: Launch(64, 64, 8, 2, COMPILED),
+    256: Launch(32, 64, 8, 1, COMPILED),
+}
+UPDATE = {
+    64: Launch(64, 64, 4, 3, COMPILED),
+    128: Launch(64, 64, 4, 3, COMPILED),
+    256: Launch(64, 64, 8, 2, COMPILED),
+}
+ENCODE = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+ENCODE_PSAC = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(64, 0, 8, 1, COMPILED),
+    256: Launch(32, 0, 8, 1, COMPILED),
+}
+DECODE = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+DECODE_PSAC = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+
+
+def dot_mode(x: torch.Tensor) -> tuple[torch.dtype, tl.dtype]:
+    """Type of the operands of every dot: (torch, Triton).
+
+    BF16 on a GPU, where its products are exact and run on the tensor cores. The interpreter holds
+    BF16 as uint16 and gets BF16 arithmetic silently wrong, so on a CPU the dots are float32.
+    """
+    return (torch.bfloat16, tl.bfloat16) if x.is_cuda else (torch.float32, tl.float32)
