@@ -1,3 +1,3 @@
-"""Triton kernels of the packed KV cache: tensors in, tensors out; importing this needs no triton."""
+"""Triton kernels of the packed KV cache: tensors in, tensors out; this file needs no triton."""
 
 from __future__ import annotations

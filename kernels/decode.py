@@ -138,7 +138,7 @@ def _check(
     heads, capacity, dim = out.shape
     tokens, count = ids.shape[-1], centroids.shape[1]
     checks.geometry(dim, group_size, count, rank)
-    if not (0 <= start <= stop <= tokens and 0 <= offset and offset + stop - start <= capacity):
+    if not (0 <= start <= stop <= tokens and offset >= 0 and offset + stop - start <= capacity):
         raise ValueError(
             f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
         )
@@ -159,9 +159,7 @@ def decode_qvg_into(
     uint8 [H, N], centroids bfloat16 [H, K, D], scales float8_e4m3fn [H, N, D/G], all contiguous.
     ValueError on anything else, and on a range that does not fit.
     """
-    heads, tokens, dim = _check(
-        out, offset, codes, ids, centroids, group_size, start, stop
-    )
+    heads, tokens, dim = _check(out, offset, codes, ids, centroids, group_size, start, stop)
     checks.packed("scales", scales, torch.float8_e4m3fn, (heads, tokens, dim // group_size))
     checks.together(out, scales)
     if start == stop:
@@ -190,9 +188,7 @@ def decode_quantwm_into(
     """
     correction = (coefficients, coefficient_scales, basis)
     rank = 0 if basis is None or any(t is None for t in correction) else basis.shape[2]
-    heads, tokens, dim = _check(
-        out, offset, codes, ids, centroids, group_size, start, stop, rank
-    )
+    heads, tokens, dim = _check(out, offset, codes, ids, centroids, group_size, start, stop, rank)
     groups, chunks = dim // group_size, secondary.shape[-1]
     checks.packed("scales", scales, torch.uint8, (heads, tokens, groups))
     checks.packed("secondary", secondary, torch.float16, (heads, chunks))

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import os
 from functools import lru_cache
+from types import ModuleType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kernels.format import MAX_CANDIDATES, unsupported
 from quantwm.cache import reference
 from quantwm.errors import UserError
 
@@ -134,7 +136,10 @@ def ops_for(device: torch.device) -> Ops:
 
 def explain(device: torch.device | str) -> str:
     """One line: which primitives run on this device, and why."""
-    return _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))[1]
+    ops, reason = _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))
+    if isinstance(ops, TritonOps) and ops.fallbacks:
+        return f"{reason}; PyTorch reference where {', '.join(ops.fallbacks)}"
+    return reason
 
 
 @lru_cache(maxsize=16)
@@ -167,7 +172,141 @@ def _choose(device_type: str, override: str) -> tuple[Ops, str]:
 
 
 def _load_triton() -> Ops:
-    """The launchers behind the signatures of `Ops`. ImportError when triton is absent."""
-    from kernels import ops
+    """The launchers behind the signatures of `Ops`. ImportError when they cannot run here."""
+    from kernels import decode, encode, kmeans
 
-    return ops
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise ImportError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    return TritonOps(kmeans, encode, decode)
+
+
+class TritonOps:
+    """`Ops` on a GPU: the kernels where they cover the geometry, the reference where not.
+
+    Every reason for falling back is logged once and kept in `fallbacks`, which `explain` prints.
+    """
+
+    name = "triton"
+
+    def __init__(self, kmeans: ModuleType, encode: ModuleType, decode: ModuleType) -> None:
+        self._kmeans, self._encode, self._decode = kmeans, encode, decode
+        self.fallbacks: list[str] = []
+
+    def _covered(self, reason: str | None) -> bool:
+        if reason is not None and reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            logger.warning("the PyTorch reference runs instead of a kernel: %s", reason)
+        return reason is None
+
+    def assign(self, x: Tensor, centroids: Tensor) -> Tensor:
+        if not self._covered(_uncovered_rows(x, centroids)):
+            return reference.assign(x, centroids)
+        return self._kmeans.assign(x, centroids.contiguous())
+
+    def assign_qsac(
+        self, x: Tensor, centroids: Tensor, weights: Tensor, group_size: int, candidates: int
+    ) -> Tensor:
+        reason = _uncovered_rows(x, centroids, group_size)
+        if candidates > MAX_CANDIDATES:
+            reason = f"{candidates} QSAC candidates, the kernel takes {MAX_CANDIDATES}"
+        if not self._covered(reason):
+            return reference.assign_qsac(x, centroids, weights, group_size, candidates)
+        return self._kmeans.assign_qsac(
+            x, centroids.contiguous(), weights.contiguous(), group_size, candidates
+        )
+
+    def update(self, x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+        if not self._covered(_uncovered_rows(x, centroids)):
+            return reference.update(x, ids, centroids)
+        return self._kmeans.update(x, ids, centroids.contiguous())
+
+    def encode_qvg(
+        self, x: Tensor, ids: Tensor, centroids: Tensor, group_size: int
+    ) -> tuple[Tensor, Tensor]:
+        covered = self._covered(_uncovered_rows(x, centroids, group_size))
+        ops = self._encode if covered else reference
+        return ops.encode_qvg(x, ids, centroids, group_size)
+
+    def encode_quantwm(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        centroids: Tensor,
+        group_size: int,
+        clip: float,
+        basis: Tensor | None,
+        eigenvalues: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        rank = 0 if basis is None else basis.shape[2]
+        covered = self._covered(_uncovered_rows(x, centroids, group_size, rank))
+        if basis is not None and eigenvalues is not None:
+            basis, eigenvalues = basis.contiguous(), eigenvalues.contiguous()
+        ops = self._encode if covered else reference
+        return ops.encode_quantwm(x, ids, centroids, group_size, clip, basis, eigenvalues)
+
+    def decode_qvg_into(
+        self,
+        out: Tensor,
+        offset: int,
+        codes: Tensor,
+        ids: Tensor,
+        centroids: Tensor,
+        scales: Tensor,
+        group_size: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        covered = self._covered(unsupported(out.shape[2], group_size, centroids.shape[1]))
+        ops = self._decode if covered else reference
+        ops.decode_qvg_into(out, offset, codes, ids, centroids, scales, group_size, start, stop)
+
+    def decode_quantwm_into(
+        self,
+        out: Tensor,
+        offset: int,
+        codes: Tensor,
+        ids: Tensor,
+        centroids: Tensor,
+        scales: Tensor,
+        secondary: Tensor,
+        chunk_stops: Tensor,
+        zeros: Tensor,
+        group_size: int,
+        coefficients: Tensor | None,
+        coefficient_scales: Tensor | None,
+        basis: Tensor | None,
+        first_corrected: int,
+        start: int,
+        stop: int,
+    ) -> None:
+        rank = 0 if basis is None else basis.shape[2]
+        covered = self._covered(unsupported(out.shape[2], group_size, centroids.shape[1], rank))
+        ops = self._decode if covered else reference
+        ops.decode_quantwm_into(
+            out,
+            offset,
+            codes,
+            ids,
+            centroids,
+            scales,
+            secondary,
+            chunk_stops,
+            zeros,
+            group_size,
+            coefficients,
+            coefficient_scales,
+            None if basis is None else basis.contiguous(),
+            first_corrected,
+            start,
+            stop,
+        )
+
+
+def _uncovered_rows(
+    x: Tensor, centroids: Tensor, group_size: int | None = None, rank: int = 0
+) -> str | None:
+    """Why keys or values like these are not for the kernels; None when they are."""
+    if x.dtype != torch.bfloat16:
+        return f"keys and values are {x.dtype}, the kernels take bfloat16"
+    return unsupported(x.shape[2], group_size, centroids.shape[1], rank)
