@@ -1,0 +1,161 @@
+"""`replay`: run a recorded session again and say whether it is bit-identical."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from quantwm.cli.common import add_device, emit, pick_device, progress, progress_done, say
+from quantwm.describe import versions
+from quantwm.engine import Engine
+from quantwm.errors import UserError
+from quantwm.session import frames_sha256
+from quantwm.session_reader import Session, load_session
+from quantwm.video import has_pyav, iter_video
+from quantwm.worlds.registry import load_world, world_spec
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `replay`."""
+    parser.add_argument("folder", type=Path, help="a session folder")
+    add_device(parser)
+
+
+class LaneCheck:
+    """Compares a lane's new frames with its video, or without one with the recorded hashes."""
+
+    def __init__(self, session: Session, lane: str) -> None:
+        self.lane = lane
+        self.first: dict[str, int] | None = None
+        self._hashes = session.frame_hashes[lane]
+        path = session.video(lane)
+        self._video: Iterator[np.ndarray] | None = None
+        if path is not None and has_pyav():
+            self._video = iter_video(path)
+        elif not self._hashes and session.actions:
+            raise UserError(f"lane {lane} has neither a readable video nor hashes to compare with")
+
+    @property
+    def source(self) -> str:
+        """What the frames are compared with."""
+        return "hashes" if self._video is None else "video"
+
+    def check(self, block: int, first_frame: int, frames: np.ndarray) -> bool:
+        """Compare one chunk. False once the recording has no frame left to compare with."""
+        if self._video is None:
+            if block > len(self._hashes):
+                return False
+            if self.first is None and frames_sha256(frames) != self._hashes[block - 1]:
+                self.first = {"block": block, "frame": first_frame}
+            return True
+        for offset, frame in enumerate(frames):
+            recorded = next(self._video, None)
+            if recorded is None:
+                return False
+            if self.first is None and not np.array_equal(recorded, frame):
+                self.first = {"block": block, "frame": first_frame + offset}
+        return True
+
+    def close(self) -> None:
+        """Close the video file."""
+        if self._video is not None:
+            self._video.close()  # type: ignore[attr-defined]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Rerun the session. Status 0 when every frame is bit-identical, 1 when one differs."""
+    session = load_session(arguments.folder)
+    info = session.info
+    spec = world_spec(info.world)
+    if (tuple(spec.keys), spec.cache.frames_per_chunk) != (info.keys, info.frames_per_chunk):
+        raise UserError(f"the world {info.world} of this version has other keys than the session")
+    device = pick_device(info.device if arguments.device == "auto" else arguments.device)
+    checks = [LaneCheck(session, lane.name) for lane in info.lanes]
+    say(f"loading {spec.title} on {device}")
+    world = load_world(info.world, device)
+    if world.weights_sha256() != info.weights_sha256:
+        raise UserError(
+            f"the session was made with weights {info.weights_sha256[:12]}, "
+            f"these are {world.weights_sha256()[:12]}; it cannot be bit-identical"
+        )
+    _say_what_changed(session)
+    frames, blocks = 0, 0
+    with Engine(
+        world,
+        info.lanes,
+        seed=info.seed,
+        scene=info.scene,
+        image=session.start_picture(),
+        prompt=info.prompt,
+        mode=info.mode,
+        steps=info.steps,
+        max_tokens=info.max_tokens,
+    ) as engine:
+        engine.start()
+        for action in session.actions:
+            block = engine.step(action)
+            ours = {lane.name: lane.frames for lane in block.lanes}
+            recorded = [check.check(block.index, frames, ours[check.lane]) for check in checks]
+            if not all(recorded):
+                say(f"the recording ends in chunk {block.index}, before its actions do")
+                break
+            frames += len(block.lanes[0].frames)
+            blocks += 1
+            progress(f"chunk {block.index}/{len(session.actions)}")
+        progress_done()
+        kernels = engine.explain()
+    for check in checks:
+        check.close()
+    return _report(session, checks, frames, blocks, str(device), kernels)
+
+
+def _report(
+    session: Session,
+    checks: Sequence[LaneCheck],
+    frames: int,
+    blocks: int,
+    device: str,
+    kernels: str,
+) -> int:
+    for check in checks:
+        if check.first is None:
+            say(f"lane {check.lane}: bit-identical ({check.source}, {frames} frames)")
+        else:
+            exact = "in frame" if check.source == "video" else "in the chunk that starts at frame"
+            say(f"lane {check.lane}: first differs {exact} {check.first['frame']}")
+    identical = all(check.first is None for check in checks)
+    emit(
+        {
+            "bit_identical": identical,
+            "frames": frames,
+            "blocks": blocks,
+            "lanes": [
+                {
+                    "lane": check.lane,
+                    "bit_identical": check.first is None,
+                    "first_difference": check.first,
+                    "compared_with": check.source,
+                }
+                for check in checks
+            ],
+            "device": device,
+            "kernels": kernels,
+            "session": str(session.folder),
+            "weights_sha256": session.info.weights_sha256,
+        }
+    )
+    return 0 if identical else 1
+
+
+def _say_what_changed(session: Session) -> None:
+    now = versions()
+    changed = [
+        f"{name} {then} then, {now.get(name, 'none')} now"
+        for name, then in session.info.versions.items()
+        if name in ("python", "quantwm", "torch", "triton") and now.get(name) != then
+    ]
+    if changed:
+        say(f"versions differ, so frames may: {'; '.join(changed)}")

@@ -1,0 +1,102 @@
+"""`study`: recorded q/k/v tensors through each cache, causally, chunk by chunk."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from quantwm.cli.common import (
+    add_device,
+    emit,
+    integer,
+    names,
+    number,
+    pick_device,
+    progress,
+    progress_done,
+    say,
+    table,
+)
+from quantwm.errors import UserError
+from quantwm.study import study
+from quantwm.tensor_files import load_tensors
+
+DEFAULT_SPAN = 3072
+DEFAULT_CENTROIDS = 64
+"""Of the embedded world: 16 chunks of 192 tokens share 64 centroids."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `study`."""
+    parser.add_argument("file", type=Path, metavar="FILE.safetensors")
+    parser.add_argument("--methods", type=names, default=("bf16", "qvg", "quantwm"))
+    parser.add_argument(
+        "--chunk", type=integer(1, 2**31), help="tokens of a chunk; as recorded by default"
+    )
+    parser.add_argument(
+        "--span",
+        type=integer(1, 2**31),
+        default=DEFAULT_SPAN,
+        help=f"tokens that share a codebook ({DEFAULT_SPAN})",
+    )
+    parser.add_argument(
+        "--centroids", type=integer(1, 256), default=DEFAULT_CENTROIDS, help="of a codebook (64)"
+    )
+    parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of k-means")
+    add_device(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Study the file and print a table and its JSON."""
+    if not arguments.methods:
+        raise UserError("name at least one method, for example --methods bf16,qvg,quantwm")
+    device = pick_device(arguments.device)
+    tensors = load_tensors(arguments.file)
+    chunk = arguments.chunk or tensors.metadata_int("chunk_tokens")
+    if not chunk:
+        raise UserError(f"{arguments.file.name} does not say its chunk; give --chunk TOKENS")
+    clustered = {"centroids": arguments.centroids}
+    results = study(
+        tensors,
+        arguments.methods,
+        chunk=chunk,
+        span=arguments.span,
+        settings={"qvg": clustered, "quantwm": clustered},
+        device=device,
+        seed=arguments.seed,
+        report=progress,
+    )
+    progress_done()
+    rows = [["method", "bits/el", "ratio", "K rel", "V rel", "logit MSE", "shift", "out rel"]]
+    for result in results:
+        rows.append(
+            [
+                result.method,
+                number(result.bits_per_element),
+                number(result.ratio, 2, "x"),
+                number(result.k_rel_mse, 4),
+                number(result.v_rel_mse, 4),
+                number(result.logit_mse, 4),
+                number(result.token_shift, 4),
+                number(result.attention_output_rel_mse, 5),
+            ]
+        )
+    say(table(rows))
+    heads, tokens, head_dim = tensors.shape
+    emit(
+        {
+            "methods": [asdict(result) for result in results],
+            "file": str(arguments.file),
+            "layers": sorted(tensors.layers),
+            "heads": heads,
+            "tokens": tokens,
+            "head_dim": head_dim,
+            "chunk": chunk,
+            "span": arguments.span,
+            "centroids": arguments.centroids,
+            "seed": arguments.seed,
+            "device": str(device),
+        }
+    )
+    return 0
