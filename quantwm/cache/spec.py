@@ -62,7 +62,8 @@ class CachePolicy:
     def __post_init__(self) -> None:
         if self.sink_frames < 0 or self.recent_chunks < 0:
             raise UserError(
-                f"sink_frames and recent_chunks must be 0 or more, got {self.sink_frames} and {self.recent_chunks}"
+                "sink_frames and recent_chunks must be 0 or more, "
+                f"got {self.sink_frames} and {self.recent_chunks}"
             )
         if self.span_tokens < 1:
             raise UserError(f"span_tokens must be at least 1, got {self.span_tokens}")

@@ -46,7 +46,12 @@ class Bf16Format:
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> Bf16Span:
-        return Bf16Span(x.to(torch.bfloat16, copy=True).contiguous())
+        return self.hold(x)
+
+    def hold(self, x: Tensor) -> Bf16Span:
+        """x [H, N, D] in storage of its own."""
+        held = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+        return Bf16Span(held.copy_(x))
 
     def join(self, first: Bf16Span, second: Bf16Span) -> Bf16Span:
         return Bf16Span(torch.cat((first.values, second.values), dim=1))

@@ -1,0 +1,175 @@
+"""The open chunk: what each layer wrote in its clean pass, and how it becomes segments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Generator, Tensor
+
+from quantwm.cache.formats.base import Codebook, Format
+from quantwm.cache.formats.bf16 import Bf16Format
+from quantwm.cache.segments import ChunkGuide, Segment
+
+BookPair = tuple[Codebook | None, Codebook | None]
+"""Codebooks of keys and values; None in formats without."""
+
+BF16 = Bf16Format()
+
+
+@dataclass(frozen=True)
+class LayerWrite:
+    """One layer's keys and values of a chunk. k, v: [H, N, D]; q: [H, Nq, D] or None."""
+
+    layer: int
+    k: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    stream: str = "self"
+
+
+@dataclass(frozen=True)
+class Codebooks:
+    """The newest span's codebooks, by slot. They outlive its tokens: they warm-start the next."""
+
+    span: int = -1
+    pairs: Mapping[int, BookPair] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PendingWrite:
+    """One slot's share of the open chunk.
+
+    Attributes:
+        sink: key and value spans of its sink frames (BF16), None without.
+        rest: key and value spans of the other frames, in the cache's format or, when recent
+            chunks stay BF16, in BF16; None without.
+        books: the codebooks that `rest` was encoded against.
+        moment, queries: of its queries, for the statistics; None and 0 when they are not wanted.
+    """
+
+    sink: tuple[Any, Any] | None
+    rest: tuple[Any, Any] | None
+    books: BookPair | None
+    moment: Tensor | None
+    queries: int
+
+    def tensors(self, fmt: Format[Any]) -> list[Tensor]:
+        """Everything it holds; fmt: the format of `rest`."""
+        held = [] if self.moment is None else [self.moment]
+        for pair, pair_format in ((self.sink, BF16), (self.rest, fmt)):
+            for span in pair or ():
+                held.extend(t for part in pair_format.parts(span).values() for t in part)
+        return held
+
+
+@dataclass
+class OpenChunk:
+    """The chunk between begin_chunk and finalize_chunk.
+
+    Attributes:
+        first_frame, frames, tokens: what it covers.
+        sink_tokens: leading tokens of it that belong to the sink.
+        generator_state: of k-means before the chunk, for abort_chunk.
+        guide: how it is encoded; made from past queries when the first layer is written.
+        writes: by slot.
+        finite: (tensor's name, flag on the device) of every CUDA write, read once at the end.
+    """
+
+    first_frame: int
+    frames: int
+    tokens: int
+    sink_tokens: int
+    generator_state: Tensor
+    guide: ChunkGuide | None = None
+    writes: dict[int, PendingWrite] = field(default_factory=dict)
+    finite: list[tuple[str, Tensor]] = field(default_factory=list)
+
+    @property
+    def stop_frame(self) -> int:
+        return self.first_frame + self.frames
+
+
+def encode_bf16(k: Tensor, v: Tensor) -> tuple[Any, Any]:
+    return BF16.hold(k), BF16.hold(v)
+
+
+def encode_pair(
+    fmt: Format[Any],
+    generator: Generator,
+    slot: int,
+    k: Tensor,
+    v: Tensor,
+    guide: ChunkGuide,
+    books: Codebooks,
+) -> tuple[tuple[Any, Any], BookPair]:
+    """Encode one slot's chunk, against its span's codebooks or, if it opens the span, fitted ones.
+
+    k, v: bfloat16 [H, N, D]. On failure the generator is as it was.
+    """
+    state = generator.get_state()
+    try:
+        pair = books.pairs.get(slot)
+        if pair is None or books.span != guide.span.number:
+            warm_k, warm_v = pair or (None, None)
+            pair = fmt.fit(k, generator, warm_k), fmt.fit(v, generator, warm_v)
+        queries = guide.of_slot(slot)
+        keys = fmt.encode(k, pair[0], "keys", queries)
+        values = fmt.encode(v, pair[1], "values", queries)
+    except BaseException:
+        generator.set_state(state)
+        raise
+    return (keys, values), pair
+
+
+def chunk_segments(
+    chunk: OpenChunk,
+    guide: ChunkGuide,
+    fmt: Format[Any],
+    tokens_per_frame: int,
+    stay_recent: bool,
+    keep: Tensor | None,
+) -> list[Segment]:
+    """The open chunk as up to two segments: its sink frames, and the others.
+
+    keep: bool [tokens of the chunk] on the CPU, or None for all.
+    """
+    writes = [chunk.writes[slot] for slot in sorted(chunk.writes)]
+    sink_frames = chunk.sink_tokens // tokens_per_frame
+    parts = []
+    if sink_frames:
+        pairs = [write.sink for write in writes]
+        frames = (tokens_per_frame,) * sink_frames
+        sink = Segment("sink", BF16, chunk.first_frame, frames, *_columns(pairs))
+        parts.append(sink if keep is None else sink.masked(keep[: chunk.sink_tokens]))
+    if sink_frames < chunk.frames:
+        pairs = [write.rest for write in writes]
+        frames = (tokens_per_frame,) * (chunk.frames - sink_frames)
+        first = chunk.first_frame + sink_frames
+        rest = Segment("packed", fmt, first, frames, *_columns(pairs), span=guide.span.number)
+        if stay_recent:
+            rest = replace(rest, kind="recent", fmt=BF16, span=-1, guide=guide)
+        parts.append(rest if keep is None else rest.masked(keep[chunk.sink_tokens :]))
+    return [part for part in parts if part.tokens]
+
+
+def _columns(pairs: list[tuple[Any, Any] | None]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    found = [pair for pair in pairs if pair is not None]
+    return tuple(k for k, _ in found), tuple(v for _, v in found)
+
+
+def encode_recent(
+    segment: Segment, fmt: Format[Any], generator: Generator, books: Codebooks
+) -> tuple[Segment, Codebooks]:
+    """A recent BF16 chunk encoded with the guide that it was given when it came."""
+    guide = segment.guide
+    if guide is None:
+        raise ValueError("only a recent chunk, which has a guide, can be encoded")
+    spans, pairs = [], {}
+    for slot, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
+        encoded, pairs[slot] = encode_pair(fmt, generator, slot, k.values, v.values, guide, books)
+        spans.append(encoded)
+    keys, values = _columns(spans)
+    packed = replace(segment, kind="packed", fmt=fmt, keys=keys, values=values, guide=None)
+    return replace(packed, span=guide.span.number), Codebooks(guide.span.number, pairs)

@@ -1,0 +1,151 @@
+"""PSAC rows of a span's keys: dense, or sparse by a bit a token, whichever is smaller.
+
+Both forms hold the same rows; a row that the gate refused is all zero and its scale is 0. The
+sparse form keeps the other rows only, all heads behind each other, and a bit mask that says whose
+they are (the paper says "rows and indices"; a bit a token is less than any index).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.formats.base import storage_bytes
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Correction of a span's tokens from `first` on (earlier ones came before any query).
+
+    Attributes:
+        first, count: the corrected tokens are first .. first + count - 1 of the span.
+        basis: bfloat16 [H, D, r].
+        coefficients, row_scales: int8 [H, count, r] and float16 [H, count]; when sparse [R, r]
+            and [R].
+        mask: None when dense; sparse: uint8 [H, ceil(count / 8)], token 8b + j in bit j of byte b.
+    """
+
+    first: int
+    count: int
+    basis: Tensor
+    coefficients: Tensor
+    row_scales: Tensor
+    mask: Tensor | None
+
+    def dense(self) -> Correction:
+        if self.mask is None:
+            return self
+        heads, rank = self.basis.shape[0], self.basis.shape[2]
+        kept = _unpack_bits(self.mask, self.count).flatten()
+        # The rank of each kept token among all kept, without a count that would sync the device.
+        row = (kept.cumsum(0) - 1).clamp(min=0)
+        source, source_scales = self.coefficients, self.row_scales
+        if source.shape[0] == 0:
+            source, source_scales = source.new_zeros(1, rank), source_scales.new_zeros(1)
+        coefficients = source.index_select(0, row) * kept.unsqueeze(-1)
+        row_scales = source_scales.index_select(0, row) * kept
+        return replace(
+            self,
+            coefficients=coefficients.view(heads, self.count, rank),
+            row_scales=row_scales.view(heads, self.count),
+            mask=None,
+        )
+
+    def kept_rows(self) -> Tensor:
+        """Rows of the dense form that correct anything, int64 scalar on the device."""
+        return (self.row_scales != 0).sum()
+
+    def smallest(self, kept: int) -> Correction:
+        """The dense form or, when `kept` rows and the mask take less, the sparse one."""
+        heads, rank = self.basis.shape[0], self.basis.shape[2]
+        if kept * (rank + 2) + heads * -(-self.count // 8) >= self.dense_bytes():
+            return self
+        present = self.row_scales != 0
+        rows = torch.nonzero_static(present.flatten(), size=kept).flatten()
+        return replace(
+            self,
+            coefficients=self.coefficients.reshape(-1, rank).index_select(0, rows),
+            row_scales=self.row_scales.flatten().index_select(0, rows),
+            mask=_pack_bits(present),
+        )
+
+    def select(self, kept: Tensor) -> Correction | None:
+        """kept: int64 [n], ascending positions in the span, on the CPU."""
+        before = int(torch.searchsorted(kept, self.first))
+        stop = int(torch.searchsorted(kept, self.first + self.count))
+        if stop == before:
+            return None
+        rows = (kept[before:stop] - self.first).to(self.row_scales.device)
+        dense = self.dense()
+        return replace(
+            dense,
+            first=before,
+            count=stop - before,
+            coefficients=dense.coefficients.index_select(1, rows),
+            row_scales=dense.row_scales.index_select(1, rows),
+        )
+
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        rows = (self.coefficients, self.row_scales)
+        return rows if self.mask is None else (*rows, self.mask)
+
+    def dense_bytes(self) -> int:
+        return self.basis.shape[0] * self.count * (self.basis.shape[2] + 2)
+
+    def nbytes(self) -> int:
+        return storage_bytes(self.row_tensors())
+
+
+def join_corrections(
+    first: Correction | None, before: int, second: Correction | None, after: int
+) -> Correction | None:
+    """Corrections of a span of `before` tokens and of the `after` tokens that follow it."""
+    if second is None:
+        return first if first is None else _padded(first, before)
+    if first is None:
+        return replace(second.dense(), first=before + second.first)
+    head, tail = _padded(first, before), second.dense()
+    gap = tail.first
+    return replace(
+        head,
+        count=head.count + gap + tail.count,
+        coefficients=torch.cat(
+            (head.coefficients, _zero_rows(head.coefficients, gap), tail.coefficients), dim=1
+        ),
+        row_scales=torch.cat(
+            (head.row_scales, _zero_rows(head.row_scales, gap), tail.row_scales), dim=1
+        ),
+    )
+
+
+def _padded(correction: Correction, stop: int) -> Correction:
+    """The dense form with rows up to token `stop` of the span."""
+    dense = correction.dense()
+    missing = stop - dense.first - dense.count
+    if missing == 0:
+        return dense
+    return replace(
+        dense,
+        count=dense.count + missing,
+        coefficients=torch.cat(
+            (dense.coefficients, _zero_rows(dense.coefficients, missing)), dim=1
+        ),
+        row_scales=torch.cat((dense.row_scales, _zero_rows(dense.row_scales, missing)), dim=1),
+    )
+
+
+def _zero_rows(like: Tensor, count: int) -> Tensor:
+    return like.new_zeros(like.shape[0], count, *like.shape[2:])
+
+
+def _pack_bits(present: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(present, (0, -present.shape[1] % 8)).unflatten(1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=padded.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8)
+
+
+def _unpack_bits(mask: Tensor, count: int) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    return ((mask.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :count].bool()

@@ -1,0 +1,270 @@
+"""The `quantwm` format: query-aware centroids, a 4-level affine residual, a low-rank correction.
+
+QuantWM (arXiv 2609.26425). Keys: QSAC picks the centroid (Eq. 6-14), PSAC adds back the error
+along the queries' leading directions (Eq. 15-19, App. C, D). Values: nearest centroid and the same
+affine residual. Per token and head at D = 128 and rank 8: keys 364 bits, values 284; per span and
+head two BF16 codebooks and one BF16 basis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Generator, Tensor
+
+from quantwm.cache.dispatch import ops_for
+from quantwm.cache.formats.base import (
+    Codebook,
+    QueryGuide,
+    Role,
+    check_clustering,
+    check_group,
+    storage_bytes,
+)
+from quantwm.cache.formats.correction import Correction, join_corrections
+from quantwm.cache.formats.qvg import fit_codebook, require_codebook, select_tokens
+from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
+from quantwm.cache.pack import packed_bytes as bytes_of_codes
+from quantwm.errors import UserError
+
+
+@dataclass(frozen=True)
+class QuantWMConfig:
+    """Settings; the defaults are the published ones.
+
+    Attributes:
+        centroids, group_size, iterations: codebook size, channels a scale, k-means iterations
+            (the paper gives none; 2 is what QVG's scripts run).
+        qsac, candidates: query-aware assignment of keys, over this many nearest centroids.
+        psac, rank: low-rank correction of keys, in this many directions.
+        clip: part of a group's range that the four levels span; 1.0 as published.
+    """
+
+    centroids: int = 256
+    group_size: int = 64
+    iterations: int = 2
+    qsac: bool = True
+    candidates: int = 4
+    psac: bool = True
+    rank: int = 8
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_clustering(self.centroids, self.group_size, self.iterations)
+        if self.candidates < 1:
+            raise UserError(f"candidates must be at least 1, got {self.candidates}")
+        if self.rank < 1:
+            raise UserError(
+                f"rank must be at least 1, got {self.rank}; psac=False turns the correction off"
+            )
+        if not 0.0 < self.clip <= 1.0:
+            raise UserError(f"clip must be above 0 and at most 1, got {self.clip}")
+
+
+PRESETS = {
+    "published": QuantWMConfig(),
+    "embedded": QuantWMConfig(centroids=64),
+}
+
+
+@dataclass(frozen=True)
+class QuantWMSpan:
+    """See docs/architecture.md; chunk_tokens holds the same as chunk_stops, on the host."""
+
+    codes: Tensor
+    ids: Tensor
+    scales: Tensor
+    secondary: Tensor
+    chunk_stops: Tensor
+    chunk_tokens: tuple[int, ...]
+    zeros: Tensor
+    codebook: Codebook
+    correction: Correction | None
+
+
+class QuantWMFormat:
+    """x = centroid + (code - zero) * scale, for keys also + basis @ (coefficients * row scale)."""
+
+    name = "quantwm"
+    compresses = True
+
+    def __init__(self, config: QuantWMConfig | None = None) -> None:
+        self.config = config or QuantWMConfig()
+        self.uses_queries = self.config.qsac or self.config.psac
+        self.rank = self.config.rank if self.config.psac else 0
+
+    def check(self, head_dim: int) -> None:
+        check_group(self.config.group_size, head_dim)
+        if self.rank > head_dim:
+            raise UserError(f"rank {self.rank} is above head_dim {head_dim}")
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        return fit_codebook(x, self.config.centroids, self.config.iterations, generator, warm)
+
+    def encode(
+        self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
+    ) -> QuantWMSpan:
+        codebook = require_codebook(codebook)
+        ops, centroids, config = ops_for(x.device), codebook.centroids, self.config
+        basis = guide.basis if role == "keys" and config.psac else None
+        if role == "keys" and config.qsac:
+            weights = guide.weights
+            if weights is None:
+                weights = torch.ones(x.shape[0], x.shape[2], device=x.device)
+            ids = ops.assign_qsac(x, centroids, weights, config.group_size, config.candidates)
+        else:
+            ids = ops.assign(x, centroids)
+        codes, scales, secondary, zeros, coefficients, row_scales = ops.encode_quantwm(
+            x,
+            ids,
+            centroids,
+            config.group_size,
+            config.clip,
+            basis,
+            None if basis is None else guide.eigenvalues,
+        )
+        correction = None
+        if basis is not None and coefficients is not None and row_scales is not None:
+            correction = Correction(0, x.shape[1], basis, coefficients, row_scales, None)
+        tokens = (x.shape[1],)
+        return QuantWMSpan(
+            codes=codes,
+            ids=ids,
+            scales=scales,
+            secondary=secondary.unsqueeze(1),
+            chunk_stops=torch.tensor(tokens, dtype=torch.int32, device=x.device),
+            chunk_tokens=tokens,
+            zeros=zeros,
+            codebook=codebook,
+            correction=correction,
+        )
+
+    def join(self, first: QuantWMSpan, second: QuantWMSpan) -> QuantWMSpan:
+        before, after = self.tokens(first), self.tokens(second)
+        return QuantWMSpan(
+            codes=torch.cat((first.codes, second.codes), dim=1),
+            ids=torch.cat((first.ids, second.ids), dim=1),
+            scales=torch.cat((first.scales, second.scales), dim=1),
+            secondary=torch.cat((first.secondary, second.secondary), dim=1),
+            chunk_stops=torch.cat((first.chunk_stops, second.chunk_stops + before)),
+            chunk_tokens=first.chunk_tokens + second.chunk_tokens,
+            zeros=self._join_zeros(first, second),
+            codebook=first.codebook,
+            correction=join_corrections(first.correction, before, second.correction, after),
+        )
+
+    def _join_zeros(self, first: QuantWMSpan, second: QuantWMSpan) -> Tensor:
+        before = first.scales.shape[1] * first.scales.shape[2]
+        if before % CODES_PER_BYTE == 0:
+            return torch.cat((first.zeros, second.zeros), dim=1)
+        after = second.scales.shape[1] * second.scales.shape[2]
+        codes = (unpack_range(first.zeros, 0, before), unpack_range(second.zeros, 0, after))
+        return pack(torch.cat(codes, dim=1))
+
+    def select(self, span: QuantWMSpan, keep: slice | Tensor) -> QuantWMSpan:
+        tokens, groups = self.tokens(span), span.scales.shape[2]
+        kept = torch.arange(tokens)[keep] if isinstance(keep, slice) else keep
+        stops = torch.tensor(span.chunk_tokens).cumsum(0)
+        counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
+        chunks = counts.nonzero().flatten()
+        chunk_tokens = tuple(counts[chunks].tolist())
+        zeros = unpack_range(span.zeros, 0, tokens * groups).unflatten(1, (tokens, groups))
+        correction = span.correction
+        return QuantWMSpan(
+            codes=select_tokens(span.codes, keep),
+            ids=select_tokens(span.ids, keep),
+            scales=select_tokens(span.scales, keep),
+            secondary=select_tokens(span.secondary, chunks),
+            chunk_stops=counts[chunks].cumsum(0).to(span.codes.device, torch.int32),
+            chunk_tokens=chunk_tokens,
+            zeros=pack(select_tokens(zeros, keep).flatten(1)),
+            codebook=span.codebook,
+            correction=None if correction is None else correction.select(kept),
+        )
+
+    def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
+        """PSAC rows dense or sparse, whichever is smaller (App. D.1)."""
+        dense = [
+            replace(s, correction=s.correction.dense()) if s.correction is not None else s
+            for s in spans
+        ]
+        kept = [s.correction.kept_rows() for s in dense if s.correction is not None]
+        if not kept:
+            return dense
+        counts = iter(torch.stack(kept).tolist())
+        return [
+            replace(s, correction=s.correction.smallest(next(counts)))
+            if s.correction is not None
+            else s
+            for s in dense
+        ]
+
+    def decode_into(
+        self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int
+    ) -> None:
+        coefficients = row_scales = basis = None
+        first_corrected = 0
+        if span.correction is not None:
+            rows = span.correction.dense()
+            coefficients, row_scales = rows.coefficients, rows.row_scales
+            basis, first_corrected = rows.basis, rows.first
+        ops_for(out.device).decode_quantwm_into(
+            out,
+            offset,
+            span.codes,
+            span.ids,
+            span.codebook.centroids,
+            span.scales,
+            span.secondary,
+            span.chunk_stops,
+            span.zeros,
+            self.config.group_size,
+            coefficients,
+            row_scales,
+            basis,
+            first_corrected,
+            start,
+            stop,
+        )
+
+    def tokens(self, span: QuantWMSpan) -> int:
+        return span.ids.shape[1]
+
+    def parts(self, span: QuantWMSpan) -> Mapping[str, Sequence[Tensor]]:
+        parts: dict[str, Sequence[Tensor]] = {
+            "codes": (span.codes,),
+            "scales": (span.scales,),
+            "secondary_scales": (span.secondary, span.chunk_stops),
+            "zeros": (span.zeros,),
+            "ids": (span.ids,),
+            "codebooks": (span.codebook.centroids,),
+        }
+        if span.correction is not None:
+            parts["coefficients"] = span.correction.row_tensors()
+            parts["bases"] = (span.correction.basis,)
+        return parts
+
+    def nominal_bytes(self, span: QuantWMSpan) -> int:
+        sparse = span.correction
+        dense_rows = 0 if sparse is None else sparse.dense_bytes()
+        parts = self.parts(span)
+        return dense_rows + sum(storage_bytes(parts[p]) for p in parts if p != "coefficients")
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        groups = head_dim // self.config.group_size
+        parts = {
+            "codes": tokens * heads * bytes_of_codes(head_dim),
+            "scales": tokens * heads * groups,
+            "secondary_scales": chunks * (2 * heads + 4),
+            "zeros": heads * bytes_of_codes(tokens * groups),
+            "ids": tokens * heads,
+            "codebooks": heads * self.config.centroids * head_dim * 2,
+        }
+        if role == "keys" and self.rank:
+            parts["coefficients"] = tokens * heads * (self.rank + 2)
+            parts["bases"] = heads * head_dim * self.rank * 2
+        return parts

@@ -1,0 +1,373 @@
+"""`KVCache`: the frames, chunks and spans of one lane; the state machine of the cache.
+
+A chunk goes: begin_chunk, attend in every layer and denoising pass, attend(clean=True) once in
+every layer, finalize_chunk. The chunk's own keys and values live in one layer's scratch; in the
+clean pass they are encoded right after that layer's attention, held as pending, and committed
+together. Everything that finalize_chunk builds is built before anything is replaced, so a write
+that fails leaves the cache as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantwm.cache import checks
+from quantwm.cache.attention import ScoreBias, attention
+from quantwm.cache.chunk import (
+    BF16,
+    Codebooks,
+    LayerWrite,
+    OpenChunk,
+    PendingWrite,
+    chunk_segments,
+    encode_bf16,
+    encode_pair,
+    encode_recent,
+)
+from quantwm.cache.formats.base import Format
+from quantwm.cache.ledger import Ledger, take_stock
+from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed, evict
+from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.cache.statistics import QueryStatistics, moment
+from quantwm.cache.workspace import Workspace
+from quantwm.errors import UserError
+
+
+class KVCache:
+    """Keys and values of past latent frames of one lane, frame-indexed, in one format.
+
+    Frames follow each other without a gap. A window counts the current chunk, as the models do:
+    a chunk sees the sink and the newest `window_frames - sink_frames` frames, its own among them.
+    finalize_chunk evicts what the next chunk of `frames_per_chunk` frames cannot see.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        fmt: Format[Any],
+        policy: CachePolicy,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        workspace: Workspace | None = None,
+        seed: int = 0,
+    ) -> None:
+        """dtype: of the attention, float32 or bfloat16; what is stored is BF16 either way.
+
+        workspace: the scratch that the lanes of an engine share; one of its own without.
+        seed: of k-means, whose generator is the cache's own.
+        """
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise UserError(f"dtype must be torch.float32 or torch.bfloat16, got {dtype}")
+        fmt.check(spec.head_dim)
+        self.spec, self.fmt, self.policy = spec, fmt, policy
+        self.device = torch.empty(0, device=device).device
+        self.dtype = dtype
+        self.workspace = Workspace() if workspace is None else workspace
+        self.seed = seed
+        self._generator = torch.Generator()
+        self.reset()
+
+    # What is held.
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of history held; the open chunk is not history yet."""
+        return sum(segment.tokens for segment in self._segments)
+
+    @property
+    def frames(self) -> int:
+        """Latent frames of history held."""
+        return sum(len(segment.frame_tokens) for segment in self._segments)
+
+    @property
+    def next_frame(self) -> int | None:
+        """Where the next chunk must begin; None while the cache is new and takes any."""
+        return self._next_frame
+
+    def ledger(self) -> Ledger:
+        """Every byte held, by part."""
+        extra: list[tuple[str, Tensor]] = []
+        if self._statistics.moments is not None:
+            extra.append(("statistics", self._statistics.moments))
+        guides = [segment.guide for segment in self._segments if segment.guide is not None]
+        for guide in (ChunkGuide(self._span, None), *guides):
+            extra.extend(("statistics", tensor) for tensor in guide.statistics())
+            if guide.span.basis is not None:
+                extra.append(("bases", guide.span.basis))
+        for pair in self._books.pairs.values():
+            extra.extend(("codebooks", book.centroids) for book in pair if book is not None)
+        return take_stock(
+            self.spec, self._segments, extra, self._pending(), self.workspace.tensors()
+        )
+
+    def history(self, layer: int, stream: str = "self") -> tuple[Tensor, Tensor]:
+        """One layer's decoded history in buffers of the caller's own: k, v [H, tokens, D]."""
+        slot = checks.slot_of(self.spec, layer, stream)
+        shape = (self.spec.heads, self.tokens, self.spec.head_dim)
+        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+        values = torch.empty_like(keys)
+        self._decode(slot, keys, values, first_visible=0)
+        return keys, values
+
+    # One chunk.
+
+    def begin_chunk(self, first_frame: int, frames: int) -> None:
+        """Open a chunk of latent frames first_frame .. first_frame + frames - 1.
+
+        Raises RuntimeError when one is open already, UserError when it does not follow the last.
+        """
+        self._require_idle("begin_chunk")
+        if frames < 1 or first_frame < 0:
+            raise UserError(
+                f"a chunk needs at least 1 frame from frame 0 on, got {frames} at {first_frame}"
+            )
+        if self._next_frame is not None and first_frame != self._next_frame:
+            raise UserError(
+                f"the next chunk must begin at frame {self._next_frame}, got {first_frame}"
+            )
+        origin = first_frame if self._origin is None else self._origin
+        sink_frames = min(max(origin + self.policy.sink_frames - first_frame, 0), frames)
+        self._open = OpenChunk(
+            first_frame,
+            frames,
+            frames * self.spec.tokens_per_frame,
+            sink_frames * self.spec.tokens_per_frame,
+            self._generator.get_state(),
+        )
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        clean: bool = False,
+        stream: str = "self",
+        score_bias: ScoreBias | None = None,
+    ) -> Tensor:
+        """Attention of the open chunk over the visible history and itself.
+
+        q: [H, Nq, D]; k, v: [H, tokens of the chunk, D]. Returns [H, Nq, D] in the cache's dtype.
+        clean: also encode keys and values, once per layer and stream, and hold them as pending.
+        Raises RuntimeError outside a chunk or on a second clean pass, UserError on a bad shape,
+        layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
+        """
+        chunk = self._require_open("attend")
+        slot = checks.slot_of(self.spec, layer, stream)
+        write = LayerWrite(layer, k, v, q, stream)
+        checks.check_shapes(self.spec, chunk.tokens, write)
+        if clean and slot in chunk.writes:
+            raise RuntimeError(f"layer {layer} stream {stream} had its clean pass already")
+        first_visible = self._first_visible(chunk.stop_frame)
+        past = sum(s.tokens - s.hidden_tokens(first_visible) for s in self._segments)
+        shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
+        keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
+        self._decode(slot, keys, values, first_visible)
+        keys[:, past:], values[:, past:] = k, v
+        q = q.to(self.dtype)
+        bias = score_bias(layer, stream, q, past) if score_bias is not None and past else None
+        out = attention(q, keys, values, bias)
+        if clean:
+            self._write(chunk, slot, write)
+        return out
+
+    def finalize_chunk(self, keep_mask: Tensor | None = None) -> None:
+        """Commit the open chunk; every layer and stream must have had its clean pass.
+
+        keep_mask: bool [tokens of the chunk]; tokens that are False are dropped in every layer.
+        On any error the history is as before and the chunk still open. Raises RuntimeError when
+        a layer is missing, UserError on a bad mask or when a CUDA write was not finite.
+        """
+        chunk = self._require_open("finalize_chunk")
+        checks.check_complete(self.spec, chunk)
+        checks.check_flags(chunk)
+        keep = checks.mask_on_host(chunk.tokens, keep_mask)
+        guide = self._guide(chunk)
+        state = self._generator.get_state()
+        try:
+            segments, books = self._grown(chunk, guide, keep)
+            moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
+            if moments:
+                self._statistics.reserve()
+        except BaseException:
+            self._generator.set_state(state)
+            raise
+        # Nothing below allocates, so the commit is all or nothing.
+        self._statistics.fold(moments, max(w.queries for w in chunk.writes.values()))
+        self._segments, self._books, self._span = segments, books, guide.span
+        if self._origin is None:
+            self._origin = chunk.first_frame
+        self._next_frame = chunk.stop_frame
+        self._open = None
+
+    def abort_chunk(self) -> None:
+        """Forget the open chunk, if there is one: the cache is as it was before begin_chunk."""
+        if self._open is not None:
+            self._generator.set_state(self._open.generator_state)
+            self._open = None
+
+    def prefill(
+        self,
+        first_frame: int,
+        frames: int,
+        writes: Iterable[LayerWrite],
+        keep_mask: Tensor | None = None,
+    ) -> None:
+        """Write a whole chunk whose keys and values are known, without attention.
+
+        The writes are taken one at a time, so a generator holds one layer in memory only. Queries,
+        where given, join the statistics. On any error the cache is as it was.
+        """
+        self.begin_chunk(first_frame, frames)
+        chunk = self._require_open("prefill")
+        try:
+            for write in writes:
+                slot = checks.slot_of(self.spec, write.layer, write.stream)
+                checks.check_shapes(self.spec, chunk.tokens, write)
+                if slot in chunk.writes:
+                    raise UserError(f"layer {write.layer} stream {write.stream} is given twice")
+                self._write(chunk, slot, write)
+            self.finalize_chunk(keep_mask)
+        finally:
+            self.abort_chunk()
+
+    # The whole cache.
+
+    def evict(self, before_frame: int) -> None:
+        """Drop every frame before this one, the sink excepted."""
+        self._require_idle("evict")
+        self._segments = evict(self._segments, before_frame)
+
+    def reset(self) -> None:
+        """Empty, as newly made; an open chunk is forgotten. The same input gives the same bytes."""
+        self._open: OpenChunk | None = None
+        self._segments: list[Segment] = []
+        self._books = Codebooks()
+        self._span = SpanPlan(number=-1, tokens=0)
+        self._origin: int | None = None
+        self._next_frame: int | None = None
+        self._generator.manual_seed(self.seed)
+        slots = self.spec.layers * len(self.spec.streams)
+        self._statistics = QueryStatistics(slots, self.spec.heads, self.spec.head_dim, self.device)
+
+    def fork(self) -> KVCache:
+        """An independent cache with the same history; packed tensors are shared until they grow."""
+        self._require_idle("fork")
+        other = KVCache(
+            self.spec,
+            self.fmt,
+            self.policy,
+            device=self.device,
+            dtype=self.dtype,
+            workspace=self.workspace,
+            seed=self.seed,
+        )
+        other._segments = list(self._segments)
+        other._books, other._span = self._books, self._span
+        other._origin, other._next_frame = self._origin, self._next_frame
+        other._generator.set_state(self._generator.get_state())
+        other._statistics = self._statistics.copy()
+        return other
+
+    # Reading.
+
+    def _require_open(self, call: str) -> OpenChunk:
+        if self._open is None:
+            raise RuntimeError(f"{call} needs an open chunk; begin_chunk comes first")
+        return self._open
+
+    def _require_idle(self, call: str) -> None:
+        if self._open is not None:
+            raise RuntimeError(
+                f"{call} while the chunk at frame {self._open.first_frame} is open; "
+                "finalize_chunk or abort_chunk comes first"
+            )
+
+    def _first_visible(self, stop_frame: int) -> int:
+        """First frame, the sink aside, that a chunk ending at stop_frame sees."""
+        if self.policy.window_frames is None:
+            return 0
+        return stop_frame - (self.policy.window_frames - self.policy.sink_frames)
+
+    def _window_tokens(self) -> int:
+        return (self.policy.window_frames or 0) * self.spec.tokens_per_frame
+
+    def _decode(self, slot: int, keys: Tensor, values: Tensor, first_visible: int) -> None:
+        offset = 0
+        for segment in self._segments:
+            start, stop = segment.hidden_tokens(first_visible), segment.tokens
+            if start < stop:
+                segment.fmt.decode_into(segment.keys[slot], keys, offset, start, stop)
+                segment.fmt.decode_into(segment.values[slot], values, offset, start, stop)
+                offset += stop - start
+
+    def _pending(self) -> list[Tensor]:
+        chunk = self._open
+        if chunk is None:
+            return []
+        fmt = BF16 if self.policy.recent_chunks else self.fmt
+        held = [tensor for write in chunk.writes.values() for tensor in write.tensors(fmt)]
+        return held if chunk.guide is None else [*held, *chunk.guide.statistics()]
+
+    # Writing.
+
+    def _guide(self, chunk: OpenChunk) -> ChunkGuide:
+        """Span, weights and basis of the open chunk, from the queries of past chunks only."""
+        if chunk.guide is not None:
+            return chunk.guide
+        rest, span, weights = chunk.tokens - chunk.sink_tokens, self._span, None
+        if rest:
+            if span.number < 0 or span.tokens + rest > self.policy.span_tokens:
+                span = SpanPlan(number=span.number + 1, tokens=0)
+            if self.fmt.uses_queries:
+                weights = self._statistics.weights()
+            if self.fmt.rank and span.basis is None:
+                basis, eigenvalues = self._statistics.bases(self.fmt.rank) or (None, None)
+                span = replace(span, basis=basis, eigenvalues=eigenvalues)
+        chunk.guide = ChunkGuide(replace(span, tokens=span.tokens + rest), weights)
+        return chunk.guide
+
+    def _write(self, chunk: OpenChunk, slot: int, write: LayerWrite) -> None:
+        q = write.q if self.fmt.uses_queries else None
+        checks.check_finite(chunk, write, queries=q is not None)
+        k, v = (t.to(self.device, torch.bfloat16) for t in (write.k, write.v))
+        sink = chunk.sink_tokens
+        stored_sink = encode_bf16(k[:, :sink], v[:, :sink]) if sink else None
+        rest = books = None
+        if sink < chunk.tokens:
+            k, v, guide = k[:, sink:], v[:, sink:], self._guide(chunk)
+            if self.policy.recent_chunks:
+                rest = encode_bf16(k, v)
+            else:
+                rest, books = encode_pair(self.fmt, self._generator, slot, k, v, guide, self._books)
+        moment_of_chunk, queries = (None, 0) if q is None else (moment(q), q.shape[1])
+        chunk.writes[slot] = PendingWrite(stored_sink, rest, books, moment_of_chunk, queries)
+
+    def _grown(
+        self, chunk: OpenChunk, guide: ChunkGuide, keep: Tensor | None
+    ) -> tuple[list[Segment], Codebooks]:
+        """Segments and codebooks with the open chunk in them, what is here left untouched."""
+        segments, books = list(self._segments), self._books
+        stay_recent = self.policy.recent_chunks > 0
+        per_frame = self.spec.tokens_per_frame
+        for added in chunk_segments(chunk, guide, self.fmt, per_frame, stay_recent, keep):
+            if added.kind == "packed":
+                segments = append_packed(segments, added)
+            else:
+                segments.append(added)
+        fitted = {slot: write.books for slot, write in chunk.writes.items() if write.books}
+        if fitted:
+            books = Codebooks(guide.span.number, fitted)
+        while sum(s.kind == "recent" for s in segments) > self.policy.recent_chunks:
+            place = next(i for i, s in enumerate(segments) if s.kind == "recent")
+            packed, books = encode_recent(segments[place], self.fmt, self._generator, books)
+            segments = append_packed(segments[:place] + segments[place + 1 :], packed)
+        next_stop = chunk.stop_frame + self.spec.frames_per_chunk
+        return evict(segments, self._first_visible(next_stop)), books

@@ -1,0 +1,107 @@
+"""`Ledger`: every byte that a cache holds, by part, and the two ratios that must not be mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantwm.cache.segments import Segment
+from quantwm.cache.spec import CacheSpec
+
+PARTS = (
+    "codes",
+    "scales",
+    "secondary_scales",
+    "zeros",
+    "ids",
+    "codebooks",
+    "bases",
+    "coefficients",
+    "bf16",
+    "bf16_sink",
+    "bf16_recent",
+    "statistics",
+)
+"""bf16 is the history of the bf16 format; bf16_sink and bf16_recent are BF16 by policy."""
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes by part.
+
+    Attributes:
+        parts: part -> bytes held between chunks, parts that hold nothing left out.
+        tokens: tokens of history; bf16_bytes: what they would take in BF16, all layers.
+        compressed_bf16_bytes: the same for the tokens that are in the cache's format.
+        nominal_bytes: of those tokens, packed, as papers count (codebooks and bases in, PSAC rows
+            dense, statistics out).
+        pending_bytes: of the open chunk's clean pass, until it is committed.
+        scratch_bytes: of the shared scratch of one layer, transient and not part of `total`.
+    """
+
+    parts: Mapping[str, int]
+    tokens: int
+    bf16_bytes: int
+    compressed_bf16_bytes: int
+    nominal_bytes: int
+    pending_bytes: int
+    scratch_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Bytes held between chunks."""
+        return sum(self.parts.values())
+
+    @property
+    def nominal_ratio(self) -> float | None:
+        """BF16 over packed bytes of the compressed tokens; None before anything is encoded."""
+        return self.compressed_bf16_bytes / self.nominal_bytes if self.nominal_bytes else None
+
+    @property
+    def resident_ratio(self) -> float:
+        """BF16 bytes of all tokens over everything held; 1.0 while nothing is held."""
+        return self.bf16_bytes / self.total if self.total else 1.0
+
+
+def take_stock(
+    spec: CacheSpec,
+    segments: Sequence[Segment],
+    extra: Iterable[tuple[str, Tensor]],
+    pending: Iterable[Tensor],
+    scratch: Iterable[Tensor],
+) -> Ledger:
+    """Count live storages once each, under the first part that holds them."""
+    seen: set[int] = set()
+
+    def unseen_bytes(tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0 or storage.data_ptr() in seen:
+            return 0
+        seen.add(storage.data_ptr())
+        return storage.nbytes()
+
+    counted = dict.fromkeys(PARTS, 0)
+    nominal = compressed = 0
+    for segment in segments:
+        for part, tensor in segment.parts():
+            counted[part] += unseen_bytes(tensor)
+        if segment.kind == "packed":
+            compressed += segment.tokens
+            nominal += sum(
+                segment.fmt.nominal_bytes(span) for span in (*segment.keys, *segment.values)
+            )
+    for part, tensor in extra:
+        counted[part] += unseen_bytes(tensor)
+    per_token = spec.bf16_bytes_per_token * len(spec.streams)
+    tokens = sum(segment.tokens for segment in segments)
+    return Ledger(
+        parts={part: held for part, held in counted.items() if held},
+        tokens=tokens,
+        bf16_bytes=tokens * per_token,
+        compressed_bf16_bytes=compressed * per_token,
+        nominal_bytes=nominal,
+        pending_bytes=sum(map(unseen_bytes, pending)),
+        scratch_bytes=sum(map(unseen_bytes, scratch)),
+    )

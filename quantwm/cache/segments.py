@@ -1,0 +1,171 @@
+"""What a cache holds of past frames: segments in frame order, each BF16 or packed in one span."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor
+
+from quantwm.cache.formats.base import Format, QueryGuide
+
+Kind = Literal["sink", "recent", "packed"]
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """One codebook span, for all slots (layers and streams).
+
+    Attributes:
+        number: counts spans since the cache was reset.
+        tokens: tokens given to it so far, evicted ones included.
+        basis, eigenvalues: PSAC's, of all slots; None before any query was seen.
+    """
+
+    number: int
+    tokens: int
+    basis: Tensor | None = None
+    eigenvalues: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChunkGuide:
+    """How a chunk is to be encoded, fixed before its own queries are known.
+
+    weights: QSAC's, float32 [slots, H, D], or None before any query was seen.
+    """
+
+    span: SpanPlan
+    weights: Tensor | None
+
+    def of_slot(self, slot: int) -> QueryGuide:
+        basis, eigenvalues, weights = self.span.basis, self.span.eigenvalues, self.weights
+        return QueryGuide(
+            None if weights is None else weights[slot],
+            None if basis is None else basis[slot],
+            None if eigenvalues is None else eigenvalues[slot],
+        )
+
+    def statistics(self) -> tuple[Tensor, ...]:
+        """What it holds beside the basis."""
+        held = (self.weights, self.span.eigenvalues)
+        return tuple(t for t in held if t is not None)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive latent frames that are stored in one way.
+
+    Attributes:
+        kind: "sink" and "recent" are BF16 by policy, "packed" is in the cache's format.
+        fmt: the format of its spans.
+        first_frame, frame_tokens: its frames, and the tokens that are held of each.
+        keys, values: one span per slot.
+        span: number of the codebook span of a packed segment, -1 for BF16 ones.
+        guide: how a recent chunk is to be encoded when its time comes; None otherwise.
+    """
+
+    kind: Kind
+    fmt: Format[Any]
+    first_frame: int
+    frame_tokens: tuple[int, ...]
+    keys: tuple[Any, ...]
+    values: tuple[Any, ...]
+    span: int = -1
+    guide: ChunkGuide | None = None
+
+    @property
+    def stop_frame(self) -> int:
+        return self.first_frame + len(self.frame_tokens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.frame_tokens)
+
+    def tokens_before(self, frame: int) -> int:
+        """Tokens of its frames before this one."""
+        return sum(self.frame_tokens[: max(0, frame - self.first_frame)])
+
+    def hidden_tokens(self, first_visible: int) -> int:
+        """Leading tokens that lie before a window's first frame; a sink is always seen."""
+        return 0 if self.kind == "sink" else self.tokens_before(first_visible)
+
+    def from_frame(self, frame: int) -> Segment:
+        """The segment without its frames before this one, in storage of its own."""
+        if frame <= self.first_frame:
+            return self
+        kept = slice(self.tokens_before(frame), self.tokens)
+        return replace(
+            self,
+            first_frame=frame,
+            frame_tokens=self.frame_tokens[frame - self.first_frame :],
+            keys=tuple(self.fmt.select(span, kept) for span in self.keys),
+            values=tuple(self.fmt.select(span, kept) for span in self.values),
+        )
+
+    def masked(self, keep: Tensor) -> Segment:
+        """The segment with the tokens of a mask only. keep: bool [tokens], on the CPU."""
+        positions = keep.nonzero().flatten()
+        counts = [int(part.sum()) for part in keep.split(self.frame_tokens)]
+        return replace(
+            self,
+            frame_tokens=tuple(counts),
+            keys=tuple(self.fmt.select(span, positions) for span in self.keys),
+            values=tuple(self.fmt.select(span, positions) for span in self.values),
+        )
+
+    def joined(self, later: Segment) -> Segment:
+        """This packed segment with a later one of the same span behind it.
+
+        Frames between the two are those that a keep-mask dropped whole.
+        """
+        join, gap = self.fmt.join, (0,) * (later.first_frame - self.stop_frame)
+        return replace(
+            self,
+            frame_tokens=self.frame_tokens + gap + later.frame_tokens,
+            keys=tuple(map(join, self.keys, later.keys)),
+            values=tuple(map(join, self.values, later.values)),
+        )
+
+    def settled(self) -> Segment:
+        slots = len(self.keys)
+        spans = self.fmt.settle((*self.keys, *self.values))
+        return replace(self, keys=tuple(spans[:slots]), values=tuple(spans[slots:]))
+
+    def parts(self) -> list[tuple[str, Tensor]]:
+        """Every tensor it holds, by ledger part."""
+        found: list[tuple[str, Tensor]] = []
+        for span in (*self.keys, *self.values):
+            held: Mapping[str, Sequence[Tensor]] = self.fmt.parts(span)
+            for part, tensors in held.items():
+                name = part if self.kind == "packed" else f"bf16_{self.kind}"
+                found.extend((name, tensor) for tensor in tensors)
+        return found
+
+
+def append_packed(segments: list[Segment], packed: Segment) -> list[Segment]:
+    """The segments with a packed chunk at its place: in its span if that is there, else new.
+
+    Recent BF16 chunks lie behind everything packed.
+    """
+    place = sum(s.kind != "recent" for s in segments)
+    before, recent = segments[:place], segments[place:]
+    if before and before[-1].kind == "packed" and before[-1].span == packed.span:
+        packed = before[-1].joined(packed)
+        before = before[:-1]
+    return [*before, packed.settled(), *recent]
+
+
+def evict(segments: list[Segment], first_kept: int) -> list[Segment]:
+    """Without the frames before `first_kept`, except the sink's."""
+    kept = []
+    for segment in segments:
+        if segment.kind == "sink":
+            kept.append(segment)
+        elif segment.stop_frame > first_kept:
+            trimmed = segment.from_frame(first_kept)
+            if trimmed is not segment and segment.kind == "packed":
+                trimmed = trimmed.settled()
+            kept.append(trimmed)
+    return [segment for segment in kept if segment.tokens]
