@@ -194,6 +194,7 @@ def _prepare(
         centroids, weights, operands, norms, count,
         D=dim, K_PAD=padded, BLOCK_K=small.block_k, WEIGHTED=weights is not None, PARTS=parts,
         num_warps=small.num_warps, num_stages=small.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return operands, norms
 
@@ -225,6 +226,7 @@ def _assign(
         D=dim, GROUP=group_size, K_PAD=operands.shape[2], PARTS=operands.shape[1],
         CANDIDATES=candidates, BLOCK_N=row.block_n, BLOCK_K=row.block_k,
         DOT_DTYPE=tuning.dot_mode(x)[1], num_warps=row.num_warps, num_stages=row.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return ids
 
@@ -270,5 +272,6 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
         x, x.stride(0), x.stride(1), ids, centroids, out, tokens, count,
         D=dim, BLOCK_N=row.block_n, BLOCK_K=row.block_k, DOT_DTYPE=tuning.dot_mode(x)[1],
         num_warps=row.num_warps, num_stages=row.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -1,0 +1,1 @@
+"""Speed and memory of the cache, measured: `python -m benchmarks NAME`."""

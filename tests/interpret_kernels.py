@@ -1,0 +1,123 @@
+"""Every kernel in Triton's interpreter against the reference; test_kernels_interpret.py runs it.
+
+Not collected by name: TRITON_INTERPRET=1 must be set before triton is imported, so this runs in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_update, make_case
+from benchmarks.guards import guarded_allocations
+from kernels import decode, encode, kmeans
+from quantwm.cache import reference
+
+OPS = SimpleNamespace(
+    **{
+        name: getattr(module, name)
+        for module, names in (
+            (kmeans, ("assign", "assign_qsac", "update")),
+            (encode, ("encode_qvg", "encode_quantwm")),
+            (decode, ("decode_qvg_into", "decode_quantwm_into")),
+        )
+        for name in names
+    }
+)
+
+# heads, tokens, head dim, centroids, group size, rank; every head dim, group size, odd lengths
+CASES = (
+    (2, 63, 128, 64, 64, 8),
+    (1, 100, 64, 100, 16, 3),
+    (1, 37, 256, 3, 128, 32),
+    (3, 1, 64, 1, 32, 1),
+    (2, 33, 128, 256, 32, 16),
+)
+
+
+def test_interpreting() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.6])
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_agrees_with_the_reference(shape: tuple[int, ...], clip: float) -> None:
+    with guarded_allocations():
+        agree(OPS, make_case(*shape, "cpu"), clip, truncates=True)
+
+
+def test_float32_keys() -> None:
+    case = make_case(1, 40, 64, 16, 32, 4, "cpu")
+    x = case.x.float() + 1e-4
+    ids = reference.assign(x, case.centroids)
+    assert torch.equal(kmeans.assign(x, case.centroids), ids)
+    assert torch.equal(encode.encode_qvg(x, ids, case.centroids, 32)[0],
+                       reference.encode_qvg(x, ids, case.centroids, 32)[0])  # fmt: skip
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 3])
+def test_fewer_candidates(candidates: int) -> None:
+    case = make_case(1, 50, 64, 20, 32, 4, "cpu", seed=3)
+    wanted = reference.assign_qsac(case.x, case.centroids, case.weights, 32, candidates)
+    mine = kmeans.assign_qsac(case.x, case.centroids, case.weights, 32, candidates)
+    assert (mine != wanted).sum() <= 1
+
+
+def test_every_e4m3_scale_and_all_tiny_groups() -> None:
+    """Residual maxima on every E4M3 value, between them, above 448 and below the smallest."""
+    values = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    largest = torch.cat((values, values * 1.0625, values * 0.96875, torch.tensor([0.0, 2e-4, 900])))
+    x = torch.rand(1, len(largest), 64) * largest[:, None]
+    x[..., 0] = largest
+    x = x.to(torch.bfloat16)
+    centroids = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    ids = torch.zeros(1, len(largest), dtype=torch.uint8)
+    mine, wanted = (m.encode_qvg(x, ids, centroids, 64) for m in (encode, reference))
+    assert torch.equal(mine[0], wanted[0])
+    assert torch.equal(mine[1].view(torch.uint8), wanted[1].view(torch.uint8))
+
+
+def test_constant_zero_keys_stay_zero() -> None:
+    x = torch.zeros(1, 20, 64, dtype=torch.bfloat16)
+    centroids, ids = torch.zeros(1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 20).byte()
+    basis, eigenvalues = torch.eye(64)[None, :, :4].bfloat16().contiguous(), torch.ones(1, 4)
+    packed = encode.encode_quantwm(x, ids, centroids, 32, 1.0, basis, eigenvalues)
+    assert not any(t.any() for t in packed)
+
+
+def test_a_wrong_kernel_is_noticed() -> None:
+    """The comparison itself: one flipped code or one moved token is a Disagreement."""
+    case = make_case(1, 40, 64, 16, 32, 4, "cpu")
+    ids = reference.assign(case.x, case.centroids)
+
+    def flipped(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = reference.encode_qvg(*args)
+        codes[0, 7, 3] ^= 1
+        return codes, scales
+
+    with pytest.raises(Disagreement, match="1 of"):
+        agree_encode_qvg(SimpleNamespace(encode_qvg=flipped), case, ids)
+    moved = SimpleNamespace(update=lambda x, i, c: reference.update(x, i.roll(1, 1), c))
+    with pytest.raises(Disagreement, match="means"):
+        agree_update(moved, case, ids)
+
+
+def test_launchers_refuse_what_they_do_not_cover() -> None:
+    case = make_case(1, 8, 64, 4, 32, 4, "cpu")
+    ids = torch.zeros(1, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="head dim 48"):
+        kmeans.assign(case.x[..., :48], case.centroids[..., :48].contiguous())
+    with pytest.raises(ValueError, match="group size 24"):
+        encode.encode_qvg(case.x, ids, case.centroids, 24)
+    with pytest.raises(ValueError, match="adjacent channels"):
+        kmeans.assign(case.x.transpose(1, 2), case.centroids)
+    with pytest.raises(ValueError, match="ids must be"):
+        encode.encode_qvg(case.x, ids[:, :7], case.centroids, 32)
+    codes, scales = encode.encode_qvg(case.x, ids, case.centroids, 32)
+    out = torch.empty(1, 6, 64)
+    with pytest.raises(ValueError, match=r"0\.\.8 of 8 do not fit"):
+        decode.decode_qvg_into(out, 0, codes, ids, case.centroids, scales, 32, 0, 8)

@@ -1,0 +1,173 @@
+"""Every shipped launch row compiles for sm_90 without a GPU: no spill, tensor cores, it fits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from kernels import decode, encode, kmeans, tuning  # noqa: E402
+
+TYPES = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.uint8: "*u8",
+    torch.int8: "*i8", torch.int32: "*i32",
+}  # fmt: skip
+SHARED_LIMIT = 227 * 1024  # bytes a block may have on sm_90
+REGISTER_LIMIT = 255
+
+
+@dataclass
+class Launched:
+    """One launch that a launcher asked for: the kernel and its bound arguments."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Recorder:
+    """Stands where a kernel stood and notes what it was launched with."""
+
+    kernel: Any
+    launches: list[Launched]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            bound = dict(zip(self.kernel.arg_names, args, strict=False)) | kwargs
+            self.launches.append(Launched(self.kernel, bound))
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
+    """Launchers run on CPU tensors as if on a GPU; nothing is executed, launches are noted."""
+    noted: list[Launched] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "dot_mode", lambda x: (torch.bfloat16, triton.language.bfloat16))
+    for module in (kmeans, encode, decode):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
+    yield noted
+
+
+def compile_launch(launched: Launched) -> tuple[Any, dict[str, int]]:
+    """The compiled kernel as the runtime would specialise it, and ptxas' resource usage."""
+    kernel, options = launched.kernel, {}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    fixed = {p.name for p in kernel.params if p.do_not_specialize}
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
+    for name, value in launched.arguments.items():
+        if name not in kernel.arg_names:
+            options[name] = value
+            continue
+        place = (kernel.arg_names.index(name),)
+        if isinstance(value, Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[place] = [["tt.divisibility", 16]]
+        elif name in constexprs or value is None or (value == 1 and name not in fixed):
+            signature[name] = "constexpr"
+            constants[name] = value
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if name not in fixed and isinstance(value, int) and value % 16 == 0:
+                attributes[place] = [["tt.divisibility", 16]]
+    signature = {name: signature[name] for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return compiled, resources(compiled)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """REG, STACK, LOCAL and SHARED of the cubin, by the cuobjdump in Triton's wheel."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    cubin = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
+    text = subprocess.run(
+        [str(tool), "--dump-resource-usage", str(cubin)], check=True, capture_output=True, text=True
+    ).stdout
+    return {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", text)}
+
+
+def run_launchers(dim: int, group_size: int, rank: int) -> None:
+    """Every launcher once, with the shapes that decide which kernels and rows are launched."""
+    x = torch.zeros(2, 100, dim, dtype=torch.bfloat16)
+    centroids, ids = torch.zeros(2, 256, dim).bfloat16(), torch.zeros(2, 100, dtype=torch.uint8)
+    basis, eigenvalues = torch.zeros(2, dim, rank).bfloat16(), torch.ones(2, rank)
+    out, stops = torch.zeros(2, 200, dim).bfloat16(), torch.tensor([100], dtype=torch.int32)
+    kmeans.assign(x, centroids)
+    kmeans.assign(x, centroids.float())
+    kmeans.assign_qsac(x, centroids, torch.ones(2, dim), group_size, 4)
+    kmeans.update(x, ids, centroids.float())
+    codes, scales = encode.encode_qvg(x, ids, centroids, group_size)
+    decode.decode_qvg_into(out, 0, codes, ids, centroids, scales, group_size, 0, 100)
+    encode.encode_quantwm(x, ids, centroids, group_size, 1.0, None, None)
+    packed = encode.encode_quantwm(x, ids, centroids, group_size, 1.0, basis, eigenvalues)
+    codes, scales, secondary, zeros, coefficients, row_scales = packed
+    shared = (codes, ids, centroids, scales, secondary[:, None], stops, zeros, group_size)
+    for correction in ((None, None, None), (coefficients, row_scales, basis)):
+        decode.decode_quantwm_into(out, 0, *shared, *correction, 0, 0, 100)
+    decode.decode_quantwm_into(out.float(), 0, *shared, coefficients, row_scales, basis, 0, 0, 100)
+
+
+def has_dot(launched: Launched) -> bool:
+    name = launched.kernel.__name__
+    return name in ("assign_kernel", "update_kernel") or launched.arguments.get("RANK", 0) > 0
+
+
+def describe(launched: Launched) -> str:
+    plain = {k: v for k, v in launched.arguments.items() if not isinstance(v, Tensor)}
+    return f"{launched.kernel.__name__} {plain}"
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "rank"),
+    [(64, 64, 8), (128, 64, 8), (256, 64, 8), (128, 16, 32), (256, 128, 1)],
+)
+def test_every_launch_row_compiles(
+    launches: list[Launched], dim: int, group_size: int, rank: int
+) -> None:
+    run_launchers(dim, group_size, rank)
+    assert {launched.kernel.__name__ for launched in launches} == {
+        "prepare_kernel", "assign_kernel", "update_kernel", "encode_ternary_kernel",
+        "largest_scale_kernel", "encode_affine_kernel", "decode_ternary_kernel",
+        "decode_affine_kernel",
+    }  # fmt: skip
+    for launched in {describe(launched): launched for launched in launches}.values():
+        compiled, used = compile_launch(launched)
+        label = describe(launched)
+        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
+        assert used["REG"] <= REGISTER_LIMIT, label
+        assert compiled.metadata.shared <= SHARED_LIMIT, label
+        if has_dot(launched):
+            ptx = compiled.asm["ptx"]
+            assert "wgmma.mma_async" in ptx or "mma.sync" in ptx, f"no tensor cores: {label}"
+            # Head dim 128 is the large models': there k-means must run on Hopper's own path.
+            if dim == 128 and launched.kernel.__name__ in ("assign_kernel", "update_kernel"):
+                assert "wgmma.mma_async" in ptx, f"no wgmma: {label}"
+
+
+def test_lengths_are_not_specialised() -> None:
+    """What grows with the history never makes a new kernel."""
+    growing = {"n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected"}
+    kernels = [
+        getattr(m, n) for m in (kmeans, encode, decode) for n in vars(m) if n.endswith("_kernel")
+    ]
+    assert len(kernels) == 8
+    for kernel in kernels:
+        for parameter in kernel.params:
+            if parameter.name in growing:
+                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
