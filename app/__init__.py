@@ -1,0 +1,1 @@
+"""The web process: the page that drives one world through several caches."""

@@ -1,0 +1,160 @@
+"""Session folders outside the repository, their archives, and pictures that visitors bring.
+
+No text from outside ever becomes a path: folders and archives have random names, an archive is
+found by a token in a table, and an uploaded picture must lie where Gradio puts uploads.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from app import limits
+from quantwm.errors import UserError
+from quantwm.session import zip_session
+
+
+@dataclass(frozen=True)
+class SessionFolder:
+    """One session's folder; `path` is made when it is first needed."""
+
+    path: Path
+
+    def recording(self) -> Path:
+        """A fresh empty folder for one recording; its name is the archive's."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        return Path(tempfile.mkdtemp(prefix=f"quantwm-{stamp}-", dir=self.path))
+
+    def has_room(self) -> bool:
+        """Whether the disk has what a recording may still need."""
+        place = next(p for p in (self.path, *self.path.parents) if p.exists())
+        return shutil.disk_usage(place).free >= limits.MIN_FREE_DISK_BYTES
+
+    def save_picture(self, picture: np.ndarray) -> int:
+        """Keep a start picture (uint8 [H, W, 3]) and return its number."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number = len(list(self.path.glob("picture-*.npy"))) + 1
+        if number > limits.MAX_PICTURES:
+            raise UserError(f"{limits.MAX_PICTURES} pictures a visit are enough; reload the page")
+        np.save(self.path / f"picture-{number}.npy", picture, allow_pickle=False)
+        return number
+
+    def picture(self, number: int) -> np.ndarray:
+        """The start picture with this number.
+
+        Raises:
+            UserError: there is none.
+        """
+        file = self.path / f"picture-{int(number)}.npy"
+        if not file.is_file():
+            raise UserError("the uploaded picture is gone; choose it again")
+        return np.load(file, allow_pickle=False)
+
+    def latest_recording(self) -> Path | None:
+        runs = [p for p in self.path.glob("quantwm-*") if p.is_dir()]
+        return max(runs, key=lambda p: p.stat().st_mtime_ns, default=None)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class SessionFiles:
+    """The folder that holds all session folders, and the archives that may be fetched."""
+
+    def __init__(self, root: Path | None = None) -> None:
+        base = root if root is not None else Path(tempfile.gettempdir())
+        self.root = base / f"quantwm-sessions-{os.getpid()}-{secrets.token_hex(4)}"
+        self._lock = threading.Lock()
+        self._archives: dict[str, tuple[Path, str, float]] = {}
+
+    def folder(self) -> SessionFolder:
+        return SessionFolder(self.root / secrets.token_hex(12))
+
+    def archive(self, recording: Path, folder: SessionFolder) -> str:
+        """Zip one recording and return the token under which it can be fetched.
+
+        Raises:
+            UserError: there is nothing to pack or no room to pack it.
+        """
+        if not any(recording.iterdir()):
+            raise UserError("nothing has been recorded yet; press Drive first")
+        if not folder.has_room():
+            raise UserError("the server's disk is full; the session cannot be packed now")
+        token = secrets.token_urlsafe(18)
+        target = zip_session(recording, folder.path / f"{token}.zip")
+        with self._lock:
+            self._archives[token] = (target, f"{recording.name}.zip", time.monotonic())
+        return token
+
+    def fetch(self, token: str) -> tuple[Path, str] | None:
+        """Path and download name of an archive; None when unknown, expired or deleted."""
+        with self._lock:
+            now = time.monotonic()
+            for old in [t for t, (_, _, made) in self._archives.items() if _expired(made, now)]:
+                self._archives.pop(old)[0].unlink(missing_ok=True)
+            entry = self._archives.get(token)
+        if entry is None or not entry[0].is_file():
+            return None
+        return entry[0], entry[1]
+
+    def delete(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _expired(made: float, now: float) -> bool:
+    return now - made > limits.DOWNLOAD_SECONDS
+
+
+def read_picture(path: object, uploads: Path) -> np.ndarray:
+    """Read an uploaded start picture as uint8 [H, W, 3], at most MAX_PICTURE_SIDE on a side.
+
+    The file must lie inside `uploads`; size and pixel count are checked before decoding.
+
+    Raises:
+        UserError: the picture cannot be used, and why.
+    """
+    import imageio.v3 as iio
+
+    if not isinstance(path, str) or not path or len(path) > 4096 or "\0" in path:
+        raise UserError("the uploaded picture was not found; choose it again")
+    file = Path(path)
+    root = uploads.resolve()
+    if file.is_symlink() or not file.is_file() or root not in file.resolve().parents:
+        raise UserError("the uploaded picture was not found; choose it again")
+    if file.stat().st_size > limits.MAX_UPLOAD_BYTES:
+        limit = limits.MAX_UPLOAD_BYTES // 2**20
+        raise UserError(f"the picture is larger than {limit} MB; choose a smaller one")
+    data = file.read_bytes()
+    try:
+        with iio.imopen(data, "r", plugin="pillow") as source:
+            shape = source.properties(index=0).shape
+            if shape[0] * shape[1] > limits.MAX_PICTURE_PIXELS:
+                raise UserError(
+                    f"the picture has {shape[1]} x {shape[0]} pixels; at most "
+                    f"{limits.MAX_PICTURE_PIXELS // 10**6} megapixels can be used"
+                )
+            picture = source.read(index=0, mode="RGB")
+    except UserError:
+        raise
+    except (OSError, ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
+        raise UserError("the picture could not be read; use a PNG, JPEG or WebP file") from error
+    return reduce_picture(np.ascontiguousarray(picture[..., :3], dtype=np.uint8))
+
+
+def reduce_picture(picture: np.ndarray) -> np.ndarray:
+    """Average whole pixel blocks until no side is longer than MAX_PICTURE_SIDE."""
+    factor = -(-max(picture.shape[:2]) // limits.MAX_PICTURE_SIDE)
+    if factor <= 1:
+        return picture
+    height, width = (side // factor * factor for side in picture.shape[:2])
+    blocks = picture[:height, :width].reshape(height // factor, factor, width // factor, factor, 3)
+    return blocks.mean(axis=(1, 3)).round().astype(np.uint8)

@@ -1,0 +1,200 @@
+"""What the page may ask of the server: check it, act on it, answer with plain data.
+
+No Gradio here, so that every answer can be tested without a browser.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from pathlib import Path
+
+from app import limits, wire
+from app.backend import MODES, Backend, Catalogue, Settings
+from app.controls import number, parse_snapshot, whole
+from app.files import read_picture
+from app.runner import Runner
+from app.sessions import Session, SessionManager
+from quantwm.errors import UserError
+
+log = logging.getLogger("quantwm.app")
+
+
+def answer(call: Callable[..., dict[str, object]]) -> Callable[..., dict[str, object]]:
+    """Turn a UserError into an answer; anything else into a number that is in the log."""
+
+    @wraps(call)
+    def answered(*args: object) -> dict[str, object]:
+        try:
+            return {"ok": True, **call(*args)}
+        except UserError as error:
+            return {"ok": False, "error": str(error)}
+        except Exception:
+            return {"ok": False, "error": _logged()}
+
+    return answered
+
+
+def _logged() -> str:
+    ticket = secrets.token_hex(3)
+    log.exception("unexpected error %s", ticket)
+    return f"something went wrong on the server (error {ticket} in its log); press Drive again"
+
+
+def parse_settings(raw: object, catalogue: Catalogue) -> Settings:
+    """Check a visitor's choices against what this page offers.
+
+    Raises:
+        UserError: names the field, what it was and what it may be.
+    """
+    if not isinstance(raw, Mapping):
+        raise UserError("the settings are missing; reload the page")
+    scenes = [scene.name for scene in catalogue.scenes]
+    scene = raw.get("scene", catalogue.scene)
+    if scene not in scenes:
+        raise UserError(f"unknown scene {str(scene)[:40]!r}; choose one of {', '.join(scenes)}")
+    lanes = raw.get("lanes", list(catalogue.chosen))
+    offered = [lane.name for lane in catalogue.lanes]
+    if not isinstance(lanes, list) or not lanes or len(lanes) > limits.MAX_LANES:
+        raise UserError(f"choose one to {limits.MAX_LANES} caches of {', '.join(offered)}")
+    if any(lane not in offered for lane in lanes) or len(set(map(str, lanes))) != len(lanes):
+        raise UserError(f"caches must be different ones of {', '.join(offered)}")
+    mode = raw.get("mode", "free")
+    if mode not in MODES:
+        raise UserError(f"mode must be one of {', '.join(MODES)}, got {str(mode)[:40]!r}")
+    if mode == "forced" and "bf16" not in lanes:
+        raise UserError("teacher-forced mode needs the BF16 cache; tick it or choose free-running")
+    picture = raw.get("picture")
+    return Settings(
+        scene=str(scene),
+        seed=whole(raw.get("seed", catalogue.seed), "the seed", 0, limits.MAX_SEED),
+        lanes=tuple(name for name in offered if name in lanes),
+        mode=str(mode),
+        steps=whole(
+            raw.get("steps", catalogue.steps), "denoising steps", 1, limits.MAX_DENOISING_STEPS
+        ),
+        speed=number(raw.get("speed", 1.0), "the speed", 0.0, limits.MAX_SPEED),
+        picture=None if picture is None else whole(picture, "the picture", 1, limits.MAX_PICTURES),
+    )
+
+
+class Handlers:
+    """The answers of one server process. `uploads` is where the web server keeps what visitors
+    send; nothing outside it is read."""
+
+    def __init__(self, backend: Backend, sessions: SessionManager, uploads: Path) -> None:
+        self.backend = backend
+        self.sessions = sessions
+        self.uploads = uploads
+
+    def hello(self, session_hash: str) -> str:
+        """First message of a page: its token and what there is to choose."""
+        session = self.sessions.open(session_hash)
+        return wire.hello_message(self.backend.catalogue(), session.token)
+
+    def closed(self, session_hash: str | None) -> None:
+        self.sessions.close_hash(session_hash)
+
+    @answer
+    def control(self, payload: object) -> dict[str, object]:
+        """Store a snapshot of the controls; the answer says how loading and the line stand."""
+        session = self._session(payload)
+        fields = payload if isinstance(payload, Mapping) else {}
+        snapshot = parse_snapshot(payload, self.backend.catalogue().world.keys)
+        if fields.get("settings") is not None:
+            parse_settings(fields["settings"], self.backend.catalogue())
+        fresh = self.sessions.desk.submit(session.slot, snapshot)
+        return {
+            "fresh": fresh,
+            "place": self.sessions.place(session.token),
+            **self.sessions.status.read(session.slot),
+        }
+
+    @answer
+    def join(self, payload: object) -> dict[str, object]:
+        """Stand in line for the world with settings that are right."""
+        session = self._session(payload)
+        parse_settings(payload.get("settings"), self.backend.catalogue())
+        return {"place": self.sessions.join(session.token)}
+
+    @answer
+    def leave(self, payload: object) -> dict[str, object]:
+        self.sessions.leave(self._session(payload).token)
+        return {}
+
+    @answer
+    def picture(self, payload: object) -> dict[str, object]:
+        """Check an uploaded start picture and keep it for this session."""
+        session = self._session(payload)
+        path = payload.get("path")
+        picture = read_picture(path, self.uploads)
+        Path(path).unlink(missing_ok=True)
+        number_kept = session.folder.save_picture(picture)
+        return {"picture": number_kept, "shown": wire.encode_picture(picture, lossless=False)}
+
+    @answer
+    def download(self, payload: object) -> dict[str, object]:
+        """Pack the newest recording; the driving loop has been asked to close it (`flushes`)."""
+        session = self._session(payload)
+        flushes = whole(payload.get("flushes", 0), "flushes", 0, 2**31)
+        deadline = time.monotonic() + limits.FLUSH_SECONDS
+        while self.sessions.place(session.token) == 0:
+            state = self.sessions.status.read(session.slot)
+            if int(state.get("flushed", 0)) >= flushes:
+                break
+            if time.monotonic() > deadline:
+                raise UserError("the recording is still being written; try again in a moment")
+            time.sleep(limits.IDLE_POLL_SECONDS)
+        recording = session.folder.latest_recording()
+        if recording is None:
+            raise UserError("nothing has been recorded yet; press Drive first")
+        token = self.sessions.files.archive(recording, session.folder)
+        return {"url": f"session/{token}.zip", "name": f"{recording.name}.zip"}
+
+    @answer
+    def check(self, payload: object) -> dict[str, object]:
+        """Whether Reset may use these settings."""
+        self._session(payload)
+        parse_settings(payload.get("settings"), self.backend.catalogue())
+        return {}
+
+    def drive(self, payload: object) -> Iterator[str]:
+        """One turn: messages until it is over. Ends cleanly on any mistake and frees the world.
+
+        A ticket that left the line, or was taken over by a newer press of Drive, says nothing.
+        """
+        ticket = 0
+        try:
+            session = self._session(payload)
+            ticket = whole(payload.get("ticket"), "ticket", 0, 2**31)
+            if self.sessions.place(session.token) is None:
+                return
+            settings = parse_settings(payload.get("settings"), self.backend.catalogue())
+            with self.sessions.hold(session.token):
+                yield from self._runner(session, ticket).messages(settings)
+        except UserError as error:
+            yield wire.message("error", drive=ticket, message=str(error))
+        except Exception:
+            yield wire.message("error", drive=ticket, message=_logged())
+
+    def _runner(self, session: Session, ticket: int) -> Runner:
+        catalogue = self.backend.catalogue()
+        return Runner(
+            self.backend,
+            self.sessions.desk,
+            self.sessions.status,
+            session.slot,
+            session.folder,
+            alive=lambda: self.sessions.alive(session.token),
+            wanted=self.sessions.wanted,
+            check=lambda raw: parse_settings(raw, catalogue),
+            ticket=ticket,
+        )
+
+    def _session(self, payload: object) -> Session:
+        if not isinstance(payload, Mapping):
+            raise UserError(f"a message must be an object, got {type(payload).__name__}")
+        return self.sessions.get(payload.get("sess"))

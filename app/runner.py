@@ -1,0 +1,221 @@
+"""The loop that drives an engine for one session: newest control in, one message a chunk out.
+
+It runs where the GPU is, possibly in a forked process: it reads controls and writes its state
+through the shared boards and yields nothing but text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from app import limits, wire
+from app.backend import Backend, Recording, Settings
+from app.controls import Board, ControlDesk, ControlSnapshot
+from app.files import SessionFolder
+from quantwm.engine_types import BlockResult, EngineLike
+from quantwm.metrics import psnr_pooled
+from quantwm.worlds.base import ChunkAction
+
+IDENTICAL_DB = 99.0
+"""Stands for the infinite PSNR of identical pictures, which JSON cannot carry."""
+
+
+class Runner:
+    """Drives until the page stops it, goes away, or its turn is over."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        desk: ControlDesk,
+        status: Board,
+        slot: int,
+        folder: SessionFolder,
+        alive: Callable[[], bool],
+        wanted: Callable[[], bool],
+        check: Callable[[object], Settings],
+        ticket: int,
+    ) -> None:
+        self._backend = backend
+        self._desk = desk
+        self._status = status
+        self._slot = slot
+        self._folder = folder
+        self._alive = alive
+        self._wanted = wanted
+        self._check = check
+        self._ticket = ticket
+        self._number = 0
+        self._sent = 0.0
+        self._stepped = 0
+        self._consumed = -1
+        self._engine: EngineLike | None = None
+        self._recording: Recording | None = None
+        self._recorded = 0
+        self._state: dict[str, object] = {}
+
+    def messages(self, settings: Settings) -> Iterator[str]:
+        """Run after run (a reset starts the next) until it is over; the last message says why."""
+        began = time.monotonic()
+        first = self._desk.newest(self._slot)
+        resets = first.resets
+        self._report(flushed=first.flushes)
+        try:
+            while True:
+                yield from self._start(settings)
+                why = yield from self._drive(settings, began, resets)
+                self._release()
+                if why is not None:
+                    break
+                newest = self._desk.newest(self._slot)
+                resets = newest.resets
+                settings = self._check(newest.settings)
+            self._report(stage="", progress=0.0)
+            yield self._say("ended", message=why)
+        finally:
+            self._release()
+
+    def _start(self, settings: Settings) -> Iterator[str]:
+        picture = self._picture(settings)
+        self._report(stage="Opening the world", progress=0.0)
+        self._engine = self._backend.open(settings, picture, self._progress)
+        self._report(stage="Starting the scene", progress=0.95)
+        block = self._engine.start()
+        self._record_new(settings, picture)
+        newest = self._desk.newest(self._slot)
+        self._stepped = newest.steps
+        self._consumed = newest.seq
+        self._report(stage="", progress=1.0)
+        yield self._say(
+            "ready",
+            kernels=self._engine.explain(),
+            seed=settings.seed,
+            lanes=[lane.name for lane in self._engine.lanes],
+        )
+        yield self._block(block, newest)
+
+    def _drive(self, settings: Settings, began: float, resets: int) -> Iterator[str]:
+        """Chunks until a reset (None) or an end (its reason)."""
+        world = self._backend.catalogue().world
+        chunk = world.cache.frames_per_chunk
+        period = chunk * world.frames_per_latent / world.fps
+        due = touched = time.monotonic()
+        for _ in range(limits.MAX_CHUNKS):
+            while True:
+                now = time.monotonic()
+                control = self._desk.newest(self._slot)
+                self._flush(control)
+                if control.resets > resets:
+                    return None
+                stepping = control.steps > self._stepped
+                if control.run or stepping:
+                    touched = now
+                why = self._over(control, now, now - began, now - touched)
+                if why is not None:
+                    return why
+                if (stepping or (control.run and now >= due)) and self._drawn(control, now):
+                    break
+                time.sleep(limits.IDLE_POLL_SECONDS)
+            keys = control.effective(now, self._consumed)
+            self._consumed = control.seq
+            if stepping:
+                ahead = min(control.steps - self._stepped, limits.MAX_STEPS_BEHIND)
+                self._stepped = control.steps - ahead + 1
+            due = now + (period / settings.speed if settings.speed > 0 else 0.0)
+            block = self._engine.step(ChunkAction.held(keys, chunk))
+            yield self._block(block, control)
+        return f"this run reached {limits.MAX_CHUNKS:,} chunks; press Drive to start another"
+
+    def _over(self, control: ControlSnapshot, now: float, turn: float, idle: float) -> str | None:
+        """Why the turn ends now, or None."""
+        if control.stop or not self._alive():
+            return "stopped"
+        if control.received and now - control.received > limits.VANISHED_SECONDS:
+            return "the page was silent for too long and the world was released"
+        wanted = self._wanted()
+        if wanted and turn > limits.TURN_SECONDS_WHEN_WANTED:
+            return "your turn is over, the next visitor drives; press Drive to stand in line"
+        if idle > (limits.IDLE_SECONDS_WHEN_WANTED if wanted else limits.IDLE_SECONDS):
+            return "the world was released because nobody drove it; press Drive to start again"
+        left = round(limits.TURN_SECONDS_WHEN_WANTED - turn) if wanted else None
+        if left != self._state.get("left"):
+            self._report(left=left)
+        return None
+
+    def _drawn(self, control: ControlSnapshot, now: float) -> bool:
+        """Whether the page keeps up: few blocks in flight, or an answer is long overdue."""
+        in_flight = self._number - 1 - control.ack
+        if in_flight < limits.BLOCKS_IN_FLIGHT:
+            return True
+        return now - self._sent > limits.ACK_PATIENCE_SECONDS and now - control.received < 1.0
+
+    def _block(self, block: BlockResult, control: ControlSnapshot) -> str:
+        self._record(block)
+        fields = wire.block_fields(block, control, _psnr_to_bf16(block))
+        text = self._say("block", **fields)
+        self._sent = time.monotonic()
+        return text
+
+    def _say(self, kind: str, **fields: object) -> str:
+        self._number += 1
+        return wire.message(kind, n=self._number - 1, drive=self._ticket, **fields)
+
+    def _picture(self, settings: Settings) -> np.ndarray | None:
+        return self._folder.picture(settings.picture) if settings.picture is not None else None
+
+    def _progress(self, stage: str, progress: float) -> None:
+        self._report(stage=stage, progress=min(max(progress, 0.0), 1.0))
+
+    def _report(self, **fields: object) -> None:
+        self._state.update(fields)
+        self._status.write(self._slot, self._state)
+
+    # Recording ------------------------------------------------------------------------------
+
+    def _record_new(self, settings: Settings, picture: np.ndarray | None) -> None:
+        target = self._folder.recording()
+        self._recorded = 0
+        self._recording = self._backend.record(target, settings, picture, self._engine)
+        self._report(recording=True, unrecorded="")
+
+    def _record(self, block: BlockResult) -> None:
+        if self._recording is None:
+            return
+        self._recorded += sum(lane.frames.nbytes for lane in block.lanes)
+        if self._recorded > limits.MAX_RECORDING_BYTES:
+            self._end_recording(f"the recording ended at chunk {block.index}: it is full")
+            return
+        self._recording.write(block)
+        if self._recording.stopped is not None:
+            self._end_recording(f"the recording ended at chunk {block.index}: the disk is full")
+
+    def _flush(self, control: ControlSnapshot) -> None:
+        if control.flushes > int(self._state.get("flushed", 0)):
+            self._end_recording("the recording was packed; Reset records a new run")
+            self._report(flushed=control.flushes)
+
+    def _end_recording(self, why: str) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.close()
+            self._report(recording=False, unrecorded=why)
+
+    def _release(self) -> None:
+        self._end_recording("the run is over")
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def _psnr_to_bf16(block: BlockResult) -> dict[str, float]:
+    """PSNR of this chunk's frames to the BF16 lane's, decibels; nothing without that lane."""
+    reference = next((lane.frames for lane in block.lanes if lane.name == "bf16"), None)
+    if reference is None or block.index == 0:
+        return {}
+    return {
+        lane.name: min(psnr_pooled(lane.frames, reference), IDENTICAL_DB)
+        for lane in block.lanes
+        if lane.name != "bf16"
+    }

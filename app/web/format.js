@@ -1,0 +1,43 @@
+// Small helpers: elements, and numbers as people read them.
+const root = element.querySelector(".qwm");
+const $ = (selector, from = root) => from.querySelector(selector);
+const $$ = (selector, from = root) => [...from.querySelectorAll(selector)];
+const out = (name) => $('[data-out="' + name + '"]');
+const input = (name) => $('[data-in="' + name + '"]');
+
+function say(name, text) {
+  const node = out(name);
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function make(tag, properties = {}, children = []) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class") node.className = value;
+    else if (name.startsWith("data-") || name.startsWith("aria-") || name === "role")
+      node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children);
+  return node;
+}
+
+function bytes(count) {
+  if (count === null || count === undefined) return "\u2013";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let value = count;
+  let unit = 0;
+  while (value >= 1000 && unit < units.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  const digits = unit === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return value.toFixed(digits) + "\u00a0" + units[unit];
+}
+
+const times = (ratio) => (ratio === null ? "\u2013" : ratio.toFixed(2) + "\u00d7");
+const whole = (count) => count.toLocaleString("en-US").replaceAll(",", "\u202f");
+const millis = (ms) =>
+  ms >= 10000 ? (ms / 1000).toFixed(1) + "\u00a0s" : ms.toFixed(ms < 10 ? 1 : 0) + "\u00a0ms";
+const decibels = (db) => (db >= 99 ? "identical" : db.toFixed(1) + "\u00a0dB");
+const calm = window.matchMedia("(prefers-reduced-motion: reduce)");

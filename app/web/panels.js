@@ -1,0 +1,147 @@
+// The memory gauge, the figures of the run, and the form of choices.
+class Gauge {
+  constructor(lanes) {
+    this.lanes = lanes;
+    this.bar = $(".qwm-parts");
+    this.whole = $(".qwm-whole");
+    this.legend = $(".qwm-legend");
+  }
+
+  look(name) {
+    if (name.startsWith("kv:")) return { lane: name.slice(3), title: "KV " + this.lanes.title(name.slice(3)) };
+    const titles = { weights: "Weights", scratch: "Scratch", free: "Free" };
+    return { part: titles[name] ? name : "other",
+      title: titles[name] || name.charAt(0).toUpperCase() + name.slice(1) };
+  }
+
+  update(memory) {
+    const parts = memory.parts.filter((part) => part[1] > 0 || part[0].startsWith("kv:"));
+    if (!parts.some((part) => part[0] === "free"))
+      parts.push(["free", Math.max(memory.total - memory.used, 0)]);
+    if (this.shown !== parts.map((part) => part[0]).join()) this.rebuild(parts);
+    const free = parts.find((part) => part[0] === "free")[1];
+    parts.forEach(([name, size], index) => {
+      // Above: what is in use, part by part. Below it: the whole device, used and free.
+      this.bar.children[index].style.flexGrow = name === "free" ? 0 : size / memory.used;
+      this.legend.children[index].lastElementChild.textContent = bytes(size);
+    });
+    this.whole.children[0].style.flexGrow = memory.total - free;
+    this.whole.children[1].style.flexGrow = free;
+    say("memory-source", "from " + memory.source);
+    say("memory-used", bytes(memory.total - free) + " in use");
+    say("memory-total", "of " + bytes(memory.total));
+    this.bar.setAttribute("aria-label", "Memory by part: " +
+      parts.map(([name, size]) => this.look(name).title + " " + bytes(size)).join(", "));
+  }
+
+  rebuild(parts) {
+    this.shown = parts.map((part) => part[0]).join();
+    const mark = (tag, name) => {
+      const look = this.look(name);
+      const data = look.lane ? { "data-lane": look.lane, "data-look": LANE_LOOK[look.lane] || "solid" }
+        : { "data-part": look.part };
+      return make(tag, { ...data, title: look.title });
+    };
+    this.bar.replaceChildren(...parts.map(([name]) => mark("i", name)));
+    this.legend.replaceChildren(...parts.map(([name]) => make("li", {}, [
+      mark("i", name), make("span", { textContent: this.look(name).title }), make("b")])));
+  }
+}
+
+class Choices {
+  constructor(onChange, onScene, onPicture) {
+    this.onChange = onChange;
+    this.onScene = onScene;
+    this.onPicture = onPicture;
+    this.scene = null;
+    this.picture = null;
+    $(".qwm-settings").addEventListener("submit", (event) => event.preventDefault());
+    $(".qwm-settings").addEventListener("input", () => this.onChange());
+    input("file").addEventListener("change", (event) => {
+      event.stopPropagation();
+      const file = event.target.files[0];
+      event.target.value = "";
+      if (file) this.onPicture(file);
+    });
+  }
+
+  fill(hello) {
+    this.hello = hello;
+    this.scene = hello.defaults.scene;
+    input("seed").value = hello.defaults.seed;
+    input("seed").max = hello.limits.seed;
+    input("steps").value = hello.defaults.steps;
+    input("steps").max = hello.limits.steps;
+    input("speed").value = String(hello.defaults.speed);
+    input("speed").options[0].textContent = "natural, " + hello.world.fps + " frames a second";
+    input("lanes").replaceChildren(...hello.lanes.map((lane) => make("label", { class: "qwm-check" }, [
+      make("input", { type: "checkbox", value: lane.name,
+        checked: hello.defaults.lanes.includes(lane.name) }),
+      make("span", { class: "qwm-swatch", "data-lane": lane.name, "data-look": LANE_LOOK[lane.name] || "solid",
+        "aria-hidden": "true" }),
+      make("span", { textContent: lane.title })])));
+    input("mode").replaceChildren(...Object.entries(hello.modes).map(([name, words]) => {
+      const [title, detail] = words.split(": ");
+      return make("label", { title: detail }, [make("input", { type: "radio", name: "qwm-mode",
+        value: name, checked: name === hello.defaults.mode }), make("span", { textContent: title })]);
+    }));
+    const tiles = hello.scenes.map((scene) => this.tile(scene.name, scene.title, scene.picture));
+    if (hello.upload) tiles.push(this.ownTile());
+    $(".qwm-scenes").replaceChildren(...tiles);
+    this.mark();
+  }
+
+  tile(name, title, picture) {
+    const tile = make("button", { type: "button", class: "qwm-scene", "data-scene": name,
+      role: "radio" }, [make("img", { src: picture, alt: "", draggable: false }),
+      make("span", { textContent: title })]);
+    tile.addEventListener("click", () => {
+      this.scene = name;
+      this.picture = null;
+      this.mark();
+      this.onScene(picture);
+    });
+    return tile;
+  }
+
+  ownTile() {
+    const tile = make("button", { type: "button", class: "qwm-scene qwm-own", "data-scene": "",
+      role: "radio" }, [make("span", { class: "qwm-plus", textContent: "+" }),
+      make("span", { textContent: "Own picture" })]);
+    tile.addEventListener("click", () => input("file").click());
+    return tile;
+  }
+
+  own(number, shown) {
+    this.picture = number;
+    const tile = $(".qwm-own");
+    tile.firstElementChild.replaceWith(make("img", { src: shown, alt: "", draggable: false }));
+    this.mark();
+    this.onScene(shown);
+  }
+
+  mark() {
+    for (const tile of $$(".qwm-scene")) {
+      const own = tile.dataset.scene === "";
+      const on = this.picture !== null ? own : tile.dataset.scene === this.scene;
+      tile.setAttribute("aria-checked", on ? "true" : "false");
+    }
+  }
+
+  // What Reset would start with. Numbers go as they are typed: the server says what is wrong.
+  read() {
+    const typed = (name) => {
+      const text = input(name).value.trim();
+      return text === "" || Number.isNaN(Number(text)) ? text : Number(text);
+    };
+    return {
+      scene: this.scene,
+      picture: this.picture,
+      seed: typed("seed"),
+      steps: typed("steps"),
+      speed: Number(input("speed").value),
+      mode: $("input:checked", input("mode")).value,
+      lanes: $$("input:checked", input("lanes")).map((box) => box.value),
+    };
+  }
+}
