@@ -9,8 +9,7 @@ that fails leaves the cache as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,14 +23,13 @@ from quantwm.cache.chunk import (
     LayerWrite,
     OpenChunk,
     PendingWrite,
-    chunk_segments,
     encode_bf16,
     encode_pair,
-    encode_recent,
 )
 from quantwm.cache.formats.base import Format
-from quantwm.cache.ledger import Ledger, take_stock
-from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed, evict
+from quantwm.cache.growth import grown, guide_for
+from quantwm.cache.ledger import Ledger, take_stock, with_companions
+from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics, moment
 from quantwm.cache.workspace import Workspace
@@ -57,7 +55,8 @@ class KVCache:
         workspace: Workspace | None = None,
         seed: int = 0,
     ) -> None:
-        """dtype: of the attention, float32 or bfloat16; what is stored is BF16 either way.
+        """dtype: of the attention, float32 or bfloat16; what is stored is BF16 either way, except
+        in the `bf16` format with exact=True.
 
         workspace: the scratch that the lanes of an engine share; one of its own without.
         seed: of k-means, whose generator is the cache's own.
@@ -70,6 +69,19 @@ class KVCache:
         self.dtype = dtype
         self.workspace = Workspace() if workspace is None else workspace
         self.seed = seed
+        self._stored = dtype if getattr(fmt, "exact", False) else torch.bfloat16
+        self._companions = {
+            name: KVCache(
+                companion,
+                fmt if self._stored == torch.float32 else BF16,
+                policy,
+                device=device,
+                dtype=dtype,
+                workspace=self.workspace,
+                seed=seed,
+            )
+            for name, companion in spec.companions
+        }
         self._generator = torch.Generator()
         self.reset()
 
@@ -102,12 +114,15 @@ class KVCache:
                 extra.append(("bases", guide.span.basis))
         for pair in self._books.pairs.values():
             extra.extend(("codebooks", book.centroids) for book in pair if book is not None)
-        return take_stock(
+        own = take_stock(
             self.spec, self._segments, extra, self._pending(), self.workspace.tensors()
         )
+        return with_companions(own, [cache.ledger() for cache in self._companions.values()])
 
     def history(self, layer: int, stream: str = "self") -> tuple[Tensor, Tensor]:
         """One layer's decoded history in buffers of the caller's own: k, v [H, tokens, D]."""
+        if stream in self._companions:
+            return self._companions[stream].history(layer)
         slot = checks.slot_of(self.spec, layer, stream)
         shape = (self.spec.heads, self.tokens, self.spec.head_dim)
         keys = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -140,6 +155,8 @@ class KVCache:
             sink_frames * self.spec.tokens_per_frame,
             self._generator.get_state(),
         )
+        for companion in self._companions.values():
+            companion.begin_chunk(first_frame, frames)
 
     def attend(
         self,
@@ -159,24 +176,30 @@ class KVCache:
         Raises RuntimeError outside a chunk or on a second clean pass, UserError on a bad shape,
         layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
         """
-        chunk = self._require_open("attend")
-        slot = checks.slot_of(self.spec, layer, stream)
-        write = LayerWrite(layer, k, v, q, stream)
-        checks.check_shapes(self.spec, chunk.tokens, write)
-        if clean and slot in chunk.writes:
-            raise RuntimeError(f"layer {layer} stream {stream} had its clean pass already")
-        first_visible = self._first_visible(chunk.stop_frame)
-        past = sum(s.tokens - s.hidden_tokens(first_visible) for s in self._segments)
-        shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
-        keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
-        self._decode(slot, keys, values, first_visible)
-        keys[:, past:], values[:, past:] = k, v
+        keys, values, past = self._layer(LayerWrite(layer, k, v, q, stream), clean)
         q = q.to(self.dtype)
         bias = score_bias(layer, stream, q, past) if score_bias is not None and past else None
-        out = attention(q, keys, values, bias)
-        if clean:
-            self._write(chunk, slot, write)
-        return out
+        return attention(q, keys, values, bias)
+
+    def gather(
+        self,
+        layer: int,
+        k: Tensor,
+        v: Tensor,
+        *,
+        clean: bool = False,
+        stream: str = "self",
+        q: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values that the open chunk sees, history first, then its own: [H, tokens, D].
+
+        For worlds whose attention is not one softmax over what is cached (keys turned at read,
+        two branches, attention per latent cell). The views are of the shared scratch and hold
+        until the next call. q: for the query statistics only. Raises as `attend` does.
+        """
+        if stream in self._companions:
+            return self._companions[stream].gather(layer, k, v, clean=clean, q=q)
+        return self._layer(LayerWrite(layer, k, v, q, stream), clean)[:2]
 
     def finalize_chunk(self, keep_mask: Tensor | None = None) -> None:
         """Commit the open chunk; every layer and stream must have had its clean pass.
@@ -185,33 +208,24 @@ class KVCache:
         On any error the history is as before and the chunk still open. Raises RuntimeError when
         a layer is missing, UserError on a bad mask or when a CUDA write was not finite.
         """
-        chunk = self._require_open("finalize_chunk")
-        checks.check_complete(self.spec, chunk)
-        checks.check_flags(chunk)
-        keep = checks.mask_on_host(chunk.tokens, keep_mask)
-        guide = self._guide(chunk)
         state = self._generator.get_state()
         try:
-            segments, books = self._grown(chunk, guide, keep)
-            moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
-            if moments:
-                self._statistics.reserve()
+            commits = [self._prepared(keep_mask)]
+            commits += [companion._prepared(None) for companion in self._companions.values()]
         except BaseException:
             self._generator.set_state(state)
             raise
-        # Nothing below allocates, so the commit is all or nothing.
-        self._statistics.fold(moments, max(w.queries for w in chunk.writes.values()))
-        self._segments, self._books, self._span = segments, books, guide.span
-        if self._origin is None:
-            self._origin = chunk.first_frame
-        self._next_frame = chunk.stop_frame
-        self._open = None
+        # No commit allocates, so it is all or nothing.
+        for commit in commits:
+            commit()
 
     def abort_chunk(self) -> None:
         """Forget the open chunk, if there is one: the cache is as it was before begin_chunk."""
         if self._open is not None:
             self._generator.set_state(self._open.generator_state)
             self._open = None
+        for companion in self._companions.values():
+            companion.abort_chunk()
 
     def prefill(
         self,
@@ -244,9 +258,26 @@ class KVCache:
         """Drop every frame before this one, the sink excepted."""
         self._require_idle("evict")
         self._segments = evict(self._segments, before_frame)
+        for companion in self._companions.values():
+            companion.evict(before_frame)
+
+    def clear(self) -> None:
+        """Forget the frames, not what past queries and codebooks taught; takes any frame next.
+
+        For worlds that rebuild their memory per chunk. An open chunk is forgotten.
+        """
+        self.abort_chunk()
+        self._segments, self._origin, self._next_frame = [], None, None
+        if self._span.number >= 0:
+            # A full span, so that the next chunk opens one of its own.
+            self._span = SpanPlan(self._span.number, self.policy.span_tokens)
+        for companion in self._companions.values():
+            companion.clear()
 
     def reset(self) -> None:
         """Empty, as newly made; an open chunk is forgotten. The same input gives the same bytes."""
+        for companion in self._companions.values():
+            companion.reset()
         self._open: OpenChunk | None = None
         self._segments: list[Segment] = []
         self._books = Codebooks()
@@ -274,9 +305,29 @@ class KVCache:
         other._origin, other._next_frame = self._origin, self._next_frame
         other._generator.set_state(self._generator.get_state())
         other._statistics = self._statistics.copy()
+        other._companions = {name: cache.fork() for name, cache in self._companions.items()}
         return other
 
     # Reading.
+
+    def _layer(self, write: LayerWrite, clean: bool) -> tuple[Tensor, Tensor, int]:
+        """What the open chunk sees of one layer, in scratch, and how much of it is history."""
+        chunk = self._require_open("attend")
+        slot = checks.slot_of(self.spec, write.layer, write.stream)
+        checks.check_shapes(self.spec, chunk.tokens, write)
+        if clean and slot in chunk.writes:
+            raise RuntimeError(
+                f"layer {write.layer} stream {write.stream} had its clean pass already"
+            )
+        first_visible = self._first_visible(chunk.stop_frame)
+        past = sum(s.tokens - s.hidden_tokens(first_visible) for s in self._segments)
+        shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
+        keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
+        self._decode(slot, keys, values, first_visible)
+        keys[:, past:], values[:, past:] = write.k, write.v
+        if clean:
+            self._write(chunk, slot, write)
+        return keys, values, past
 
     def _require_open(self, call: str) -> OpenChunk:
         if self._open is None:
@@ -318,26 +369,49 @@ class KVCache:
 
     # Writing.
 
+    def _prepared(self, keep_mask: Tensor | None) -> Callable[[], None]:
+        """Check the open chunk and build what is to be; the commit that puts it in place."""
+        chunk = self._require_open("finalize_chunk")
+        checks.check_complete(self.spec, chunk)
+        checks.check_flags(chunk)
+        keep = checks.mask_on_host(chunk.tokens, keep_mask)
+        guide = self._guide(chunk)
+        segments, books = grown(
+            self._segments,
+            self._books,
+            chunk,
+            guide,
+            self.fmt,
+            self.policy,
+            self.spec.tokens_per_frame,
+            self._generator,
+            keep,
+        )
+        next_stop = chunk.stop_frame + self.spec.frames_per_chunk
+        segments = evict(segments, self._first_visible(next_stop))
+        moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
+        if moments:
+            self._statistics.reserve()
+
+        def commit() -> None:
+            self._statistics.fold(moments, max(w.queries for w in chunk.writes.values()))
+            self._segments, self._books, self._span = segments, books, guide.span
+            if self._origin is None:
+                self._origin = chunk.first_frame
+            self._next_frame = chunk.stop_frame
+            self._open = None
+
+        return commit
+
     def _guide(self, chunk: OpenChunk) -> ChunkGuide:
-        """Span, weights and basis of the open chunk, from the queries of past chunks only."""
-        if chunk.guide is not None:
-            return chunk.guide
-        rest, span, weights = chunk.tokens - chunk.sink_tokens, self._span, None
-        if rest:
-            if span.number < 0 or span.tokens + rest > self.policy.span_tokens:
-                span = SpanPlan(number=span.number + 1, tokens=0)
-            if self.fmt.uses_queries:
-                weights = self._statistics.weights()
-            if self.fmt.rank and span.basis is None:
-                basis, eigenvalues = self._statistics.bases(self.fmt.rank) or (None, None)
-                span = replace(span, basis=basis, eigenvalues=eigenvalues)
-        chunk.guide = ChunkGuide(replace(span, tokens=span.tokens + rest), weights)
+        if chunk.guide is None:
+            chunk.guide = guide_for(chunk, self._span, self.fmt, self.policy, self._statistics)
         return chunk.guide
 
     def _write(self, chunk: OpenChunk, slot: int, write: LayerWrite) -> None:
         q = write.q if self.fmt.uses_queries else None
         checks.check_finite(chunk, write, queries=q is not None)
-        k, v = (t.to(self.device, torch.bfloat16) for t in (write.k, write.v))
+        k, v = (t.to(self.device, self._stored) for t in (write.k, write.v))
         sink = chunk.sink_tokens
         stored_sink = encode_bf16(k[:, :sink], v[:, :sink]) if sink else None
         rest = books = None
@@ -349,25 +423,3 @@ class KVCache:
                 rest, books = encode_pair(self.fmt, self._generator, slot, k, v, guide, self._books)
         moment_of_chunk, queries = (None, 0) if q is None else (moment(q), q.shape[1])
         chunk.writes[slot] = PendingWrite(stored_sink, rest, books, moment_of_chunk, queries)
-
-    def _grown(
-        self, chunk: OpenChunk, guide: ChunkGuide, keep: Tensor | None
-    ) -> tuple[list[Segment], Codebooks]:
-        """Segments and codebooks with the open chunk in them, what is here left untouched."""
-        segments, books = list(self._segments), self._books
-        stay_recent = self.policy.recent_chunks > 0
-        per_frame = self.spec.tokens_per_frame
-        for added in chunk_segments(chunk, guide, self.fmt, per_frame, stay_recent, keep):
-            if added.kind == "packed":
-                segments = append_packed(segments, added)
-            else:
-                segments.append(added)
-        fitted = {slot: write.books for slot, write in chunk.writes.items() if write.books}
-        if fitted:
-            books = Codebooks(guide.span.number, fitted)
-        while sum(s.kind == "recent" for s in segments) > self.policy.recent_chunks:
-            place = next(i for i, s in enumerate(segments) if s.kind == "recent")
-            packed, books = encode_recent(segments[place], self.fmt, self._generator, books)
-            segments = append_packed(segments[:place] + segments[place + 1 :], packed)
-        next_stop = chunk.stop_frame + self.spec.frames_per_chunk
-        return evict(segments, self._first_visible(next_stop)), books

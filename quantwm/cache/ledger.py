@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -104,4 +104,20 @@ def take_stock(
         nominal_bytes=nominal,
         pending_bytes=sum(map(unseen_bytes, pending)),
         scratch_bytes=sum(map(unseen_bytes, scratch)),
+    )
+
+
+def with_companions(own: Ledger, others: Sequence[Ledger]) -> Ledger:
+    """A ledger with companion streams counted in: their bytes, but not as compressed tokens."""
+    if not others:
+        return own
+    parts = dict(own.parts)
+    for other in others:
+        for part, held in other.parts.items():
+            parts[part] = parts.get(part, 0) + held
+    return replace(
+        own,
+        parts={part: parts[part] for part in PARTS if part in parts},
+        bf16_bytes=own.bf16_bytes + sum(other.bf16_bytes for other in others),
+        pending_bytes=own.pending_bytes + sum(other.pending_bytes for other in others),
     )

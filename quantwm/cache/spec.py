@@ -15,7 +15,10 @@ class CacheSpec:
         layers, heads, head_dim: of the transformer (heads are those local to this rank).
         tokens_per_frame: tokens of one latent frame.
         frames_per_chunk: latent frames denoised together.
-        streams: names of the cached key/value streams ("self", later "mouse", "text", ...).
+        streams: names of the cached key/value streams of this geometry.
+        companions: streams of another geometry, (name, CacheSpec), cached frame by frame beside
+            these in BF16 (Matrix-Game-2's "mouse" and "keyboard"). Their layers are those that
+            have one, counted from 0.
     """
 
     layers: int
@@ -24,6 +27,7 @@ class CacheSpec:
     tokens_per_frame: int
     frames_per_chunk: int
     streams: tuple[str, ...] = ("self",)
+    companions: tuple[tuple[str, CacheSpec], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "tokens_per_frame", "frames_per_chunk"):
@@ -31,6 +35,9 @@ class CacheSpec:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.streams or len(set(self.streams)) != len(self.streams):
             raise UserError(f"streams must be distinct names, got {self.streams}")
+        names = [*self.streams, *(name for name, _ in self.companions)]
+        if len(set(names)) != len(names):
+            raise UserError(f"companion streams must have names of their own, got {names}")
 
     @property
     def tokens_per_chunk(self) -> int:

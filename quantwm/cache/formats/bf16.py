@@ -13,7 +13,9 @@ from quantwm.cache.formats.base import Codebook, QueryGuide, Role
 
 @dataclass(frozen=True)
 class Bf16Config:
-    """BF16 has no settings."""
+    """exact: hold what comes in the attention's own dtype (FP32 parity checks), not in BF16."""
+
+    exact: bool = False
 
 
 PRESETS = {"default": Bf16Config()}
@@ -21,7 +23,7 @@ PRESETS = {"default": Bf16Config()}
 
 @dataclass(frozen=True)
 class Bf16Span:
-    """values: bfloat16 [H, N, D]."""
+    """values: bfloat16 [H, N, D]; float32 where the config is exact."""
 
     values: Tensor
 
@@ -36,6 +38,7 @@ class Bf16Format:
 
     def __init__(self, config: Bf16Config | None = None) -> None:
         self.config = config or Bf16Config()
+        self.exact = self.config.exact
 
     def check(self, head_dim: int) -> None:
         """Every head size will do."""
@@ -50,8 +53,7 @@ class Bf16Format:
 
     def hold(self, x: Tensor) -> Bf16Span:
         """x [H, N, D] in storage of its own."""
-        held = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-        return Bf16Span(held.copy_(x))
+        return Bf16Span(torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
 
     def join(self, first: Bf16Span, second: Bf16Span) -> Bf16Span:
         return Bf16Span(torch.cat((first.values, second.values), dim=1))
@@ -74,7 +76,7 @@ class Bf16Format:
         return {"bf16": (span.values,)}
 
     def nominal_bytes(self, span: Bf16Span) -> int:
-        return span.values.numel() * 2
+        return span.values.numel() * span.values.element_size()
 
     def packed_bytes(
         self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role

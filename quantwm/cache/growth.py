@@ -1,0 +1,64 @@
+"""What the history becomes when a chunk is committed: its guide, and the segments with it in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Generator, Tensor
+
+from quantwm.cache.chunk import Codebooks, OpenChunk, chunk_segments, encode_recent
+from quantwm.cache.formats.base import Format
+from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed
+from quantwm.cache.spec import CachePolicy
+from quantwm.cache.statistics import QueryStatistics
+
+
+def guide_for(
+    chunk: OpenChunk,
+    span: SpanPlan,
+    fmt: Format[Any],
+    policy: CachePolicy,
+    statistics: QueryStatistics,
+) -> ChunkGuide:
+    """Span, weights and basis of the open chunk, from the queries of past chunks only."""
+    rest, weights = chunk.tokens - chunk.sink_tokens, None
+    if rest:
+        if span.number < 0 or span.tokens + rest > policy.span_tokens:
+            span = SpanPlan(number=span.number + 1, tokens=0)
+        if fmt.uses_queries:
+            weights = statistics.weights()
+        if fmt.rank and span.basis is None:
+            basis, eigenvalues = statistics.bases(fmt.rank) or (None, None)
+            span = replace(span, basis=basis, eigenvalues=eigenvalues)
+    return ChunkGuide(replace(span, tokens=span.tokens + rest), weights)
+
+
+def grown(
+    segments: Sequence[Segment],
+    books: Codebooks,
+    chunk: OpenChunk,
+    guide: ChunkGuide,
+    fmt: Format[Any],
+    policy: CachePolicy,
+    tokens_per_frame: int,
+    generator: Generator,
+    keep: Tensor | None,
+) -> tuple[list[Segment], Codebooks]:
+    """Segments and codebooks with the open chunk in them; the ones given are left untouched."""
+    segments = list(segments)
+    stay_recent = policy.recent_chunks > 0
+    for added in chunk_segments(chunk, guide, fmt, tokens_per_frame, stay_recent, keep):
+        if added.kind == "packed":
+            segments = append_packed(segments, added)
+        else:
+            segments.append(added)
+    fitted = {slot: write.books for slot, write in chunk.writes.items() if write.books}
+    if fitted:
+        books = Codebooks(guide.span.number, fitted)
+    while sum(s.kind == "recent" for s in segments) > policy.recent_chunks:
+        place = next(i for i, s in enumerate(segments) if s.kind == "recent")
+        packed, books = encode_recent(segments[place], fmt, generator, books)
+        segments = append_packed(segments[:place] + segments[place + 1 :], packed)
+    return segments, books

@@ -1,0 +1,294 @@
+"""The bytes of a cache before anything is allocated, and whether they fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from quantwm.cache.formats import make_format
+from quantwm.cache.formats.base import Format, Role
+from quantwm.cache.ledger import PARTS
+from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.errors import UserError
+
+ROLES: tuple[Role, Role] = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a cache is to hold.
+
+    Attributes:
+        layers, heads, head_dim: of the attention.
+        tokens: of history, those that policy keeps in BF16 included.
+        span_tokens: that share one codebook.
+        chunk_tokens: of one chunk; None takes a span for one chunk, as at full size.
+        sink_tokens, recent_tokens: of the history, kept in BF16.
+        current_tokens: of the chunk being denoised: scratch, and its pending packed form.
+        scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
+    """
+
+    layers: int
+    heads: int
+    head_dim: int
+    tokens: int
+    span_tokens: int
+    chunk_tokens: int | None = None
+    sink_tokens: int = 0
+    recent_tokens: int = 0
+    current_tokens: int = 0
+    scratch_itemsize: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "head_dim", "span_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise UserError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        for name in ("tokens", "sink_tokens", "recent_tokens", "current_tokens"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
+
+    @classmethod
+    def of_policy(
+        cls, spec: CacheSpec, policy: CachePolicy, tokens: int | None = None, itemsize: int = 2
+    ) -> Workload:
+        """What a KVCache holds when its window is full, between two chunks.
+
+        tokens: of history; without it the window's or, with no window either, one codebook span
+        beside what policy keeps in BF16.
+        """
+        chunk, sink = spec.tokens_per_chunk, policy.sink_frames * spec.tokens_per_frame
+        recent = policy.recent_chunks * chunk
+        if tokens is None and policy.window_frames is None:
+            tokens = sink + recent + max(policy.span_tokens, chunk)
+        elif tokens is None:
+            tokens = max(policy.window_frames * spec.tokens_per_frame - chunk, 0)
+        return cls(
+            layers=spec.layers * len(spec.streams),
+            heads=spec.heads,
+            head_dim=spec.head_dim,
+            tokens=tokens,
+            span_tokens=policy.span_tokens,
+            chunk_tokens=chunk,
+            sink_tokens=sink,
+            recent_tokens=recent,
+            current_tokens=chunk,
+            scratch_itemsize=itemsize,
+        )
+
+    @property
+    def bf16_bytes_per_token(self) -> int:
+        return self.layers * self.heads * self.head_dim * 2 * 2
+
+    @property
+    def compressed_tokens(self) -> int:
+        return max(self.tokens - self.sink_tokens - self.recent_tokens, 0)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """(tokens, chunks) of every codebook span; a span holds whole chunks."""
+        chunk = self.chunk_tokens or self.span_tokens
+        full = max(self.span_tokens // chunk, 1) * chunk
+        count, rest = divmod(self.compressed_tokens, full)
+        spans = [(full, full // chunk)] * count
+        return [*spans, (rest, -(-rest // chunk))] if rest else spans
+
+
+@dataclass(frozen=True)
+class MethodPlan:
+    """Bytes of one method; the fields are those of the `plan` command's last line.
+
+    Attributes:
+        ratio: nominal; None when nothing is compressed.
+        resident_ratio: BF16 bytes of the whole history over everything held.
+        bytes: by ledger part; bytes_total is their sum.
+        bytes_packed: of the compressed tokens alone, what `ratio` divides by.
+        bytes_bf16: of the whole history in BF16.
+        scratch_bytes: of one layer's decoded history and current chunk.
+        pending_bytes: while a chunk is committed: its packed form and query moments, and the open
+            span that is rebuilt with it.
+        peak_bytes: all three.
+    """
+
+    method: str
+    ratio: float | None
+    resident_ratio: float
+    bytes: Mapping[str, int]
+    bytes_total: int
+    bytes_packed: int
+    bytes_bf16: int
+    scratch_bytes: int
+    pending_bytes: int
+    peak_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
+    """The bytes that a KVCache holds for this workload once its first span has been evicted.
+
+    (In the first span of a rollout the first chunk has no PSAC rows, so it holds a little less.)
+    """
+    fmt.check(load.head_dim)
+    held = dict.fromkeys(PARTS, 0)
+    spans = load.spans()
+    for tokens, chunks in spans:
+        _add(held, _span_parts(fmt, load, tokens, chunks))
+    packed = sum(held.values())
+    bf16 = load.bf16_bytes_per_token
+    held["bf16_sink"] = min(load.sink_tokens, load.tokens) * bf16
+    held["bf16_recent"] = min(load.recent_tokens, load.tokens) * bf16
+    if fmt.uses_queries and load.tokens:
+        per_head = load.head_dim**2 + (fmt.rank if spans else 0)
+        held["statistics"] = load.layers * load.heads * per_head * 4
+    parts = {part: count for part, count in held.items() if count}
+    total = sum(parts.values())
+    pending = _pending_bytes(fmt, load, spans)
+    scratch_tokens = load.tokens + load.current_tokens
+    scratch = scratch_tokens * load.heads * load.head_dim * 2 * load.scratch_itemsize
+    return MethodPlan(
+        method=name,
+        ratio=load.compressed_tokens * bf16 / packed if packed else None,
+        resident_ratio=load.tokens * bf16 / total if total else 1.0,
+        bytes=parts,
+        bytes_total=total,
+        bytes_packed=packed,
+        bytes_bf16=load.tokens * bf16,
+        scratch_bytes=scratch,
+        pending_bytes=pending,
+        peak_bytes=total + scratch + pending,
+    )
+
+
+def _span_parts(fmt: Format[Any], load: Workload, tokens: int, chunks: int) -> dict[str, int]:
+    """All layers, keys and values."""
+    parts: dict[str, int] = {}
+    for role in ROLES:
+        one = fmt.packed_bytes(tokens, chunks, load.heads, load.head_dim, role)
+        _add(parts, {part: count * load.layers for part, count in one.items()})
+    return parts
+
+
+def _add(into: dict[str, int], parts: Mapping[str, int]) -> None:
+    for part, count in parts.items():
+        into[part] = into.get(part, 0) + count
+
+
+def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, int]]) -> int:
+    if not load.current_tokens:
+        return 0
+    pending = sum(_span_parts(fmt, load, load.current_tokens, 1).values())
+    if fmt.uses_queries:
+        pending += load.layers * load.heads * load.head_dim**2 * 4
+    if spans and spans[0][1] > 1:
+        rebuilt = _span_parts(fmt, load, *spans[-1])
+        pending += sum(
+            count for part, count in rebuilt.items() if part not in ("codebooks", "bases")
+        )
+    return pending
+
+
+class LaneLike(Protocol):
+    """What a plan reads of an engine's LaneConfig."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def settings(self) -> Mapping[str, object]: ...
+
+    @property
+    def policy(self) -> CachePolicy: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Methods that run side by side, lane after lane, in one scratch."""
+
+    lanes: tuple[tuple[str, Format[Any], Workload], ...]
+
+    @property
+    def methods(self) -> tuple[MethodPlan, ...]:
+        return tuple(plan_method(name, fmt, load) for name, fmt, load in self.lanes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Every lane's cache, and the largest scratch and pending write among them."""
+        found = self.methods
+        return (
+            sum(m.bytes_total for m in found)
+            + max((m.scratch_bytes for m in found), default=0)
+            + max((m.pending_bytes for m in found), default=0)
+        )
+
+    def with_tokens(self, tokens: int) -> Plan:
+        """The same with a history of at most this many tokens."""
+        return Plan(
+            tuple(
+                (name, fmt, replace(load, tokens=min(load.tokens, tokens)))
+                for name, fmt, load in self.lanes
+            )
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {"methods": [m.as_json() for m in self.methods], "peak_bytes": self.peak_bytes}
+
+
+def plan(methods: Mapping[str, Mapping[str, object]], load: Workload) -> Plan:
+    """One workload in several formats. methods: format name -> settings of `make_format`."""
+    return Plan(tuple((name, make_format(name, **dict(s)), load) for name, s in methods.items()))
+
+
+def plan_lanes(spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2) -> Plan:
+    """The caches of an engine's lanes, each with its own policy."""
+    return Plan(
+        tuple(
+            (
+                lane.name,
+                make_format(lane.method, **dict(lane.settings)),
+                Workload.of_policy(spec, lane.policy, itemsize=itemsize),
+            )
+            for lane in lanes
+        )
+    )
+
+
+def require_memory(planned: Plan, free_bytes: int) -> None:
+    """UserError when the plan does not fit: bytes needed, bytes free, the longest that does."""
+    needed = planned.peak_bytes
+    if needed <= free_bytes:
+        return
+    tokens = max((load.tokens for _, _, load in planned.lanes), default=0)
+    fits = _longest_that_fits(planned, tokens, free_bytes)
+    remedy = (
+        f"a history of {fits:,} tokens instead of {tokens:,} fits"
+        if fits
+        else "not even one chunk of history fits; use fewer lanes or free memory"
+    )
+    names = ", ".join(name for name, _, _ in planned.lanes)
+    raise UserError(
+        f"too little memory: the caches ({names}) need {_gib(needed)} at their peak "
+        f"({needed:,} bytes) and {_gib(free_bytes)} ({free_bytes:,} bytes) is free; {remedy}"
+    )
+
+
+def _longest_that_fits(planned: Plan, tokens: int, free_bytes: int) -> int:
+    """In whole chunks of the first lane, 0 when one chunk is too much."""
+    chunk = min((load.chunk_tokens or load.span_tokens for _, _, load in planned.lanes), default=1)
+    low, high = 0, max(tokens - 1, 0) // chunk
+    while low < high:
+        middle = (low + high + 1) // 2
+        if planned.with_tokens(middle * chunk).peak_bytes <= free_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low * chunk
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
