@@ -90,6 +90,11 @@ class OpenChunk:
     def stop_frame(self) -> int:
         return self.first_frame + self.frames
 
+    def pending(self, fmt: Format[Any]) -> list[Tensor]:
+        """Every tensor that waits for finalize_chunk; fmt: that of what is not sink."""
+        held = [tensor for write in self.writes.values() for tensor in write.tensors(fmt)]
+        return held if self.guide is None else [*held, *self.guide.statistics()]
+
 
 def encode_bf16(k: Tensor, v: Tensor) -> tuple[Any, Any]:
     return BF16.hold(k), BF16.hold(v)

@@ -70,16 +70,10 @@ class KVCache:
         self.workspace = Workspace() if workspace is None else workspace
         self.seed = seed
         self._stored = dtype if getattr(fmt, "exact", False) else torch.bfloat16
+        plain = fmt if self._stored == torch.float32 else BF16
+        shared = {"device": device, "dtype": dtype, "workspace": self.workspace, "seed": seed}
         self._companions = {
-            name: KVCache(
-                companion,
-                fmt if self._stored == torch.float32 else BF16,
-                policy,
-                device=device,
-                dtype=dtype,
-                workspace=self.workspace,
-                seed=seed,
-            )
+            name: KVCache(companion, plain, policy, **shared)
             for name, companion in spec.companions
         }
         self._generator = torch.Generator()
@@ -291,15 +285,8 @@ class KVCache:
     def fork(self) -> KVCache:
         """An independent cache with the same history; packed tensors are shared until they grow."""
         self._require_idle("fork")
-        other = KVCache(
-            self.spec,
-            self.fmt,
-            self.policy,
-            device=self.device,
-            dtype=self.dtype,
-            workspace=self.workspace,
-            seed=self.seed,
-        )
+        shared = {"device": self.device, "dtype": self.dtype, "workspace": self.workspace}
+        other = KVCache(self.spec, self.fmt, self.policy, seed=self.seed, **shared)
         other._segments = list(self._segments)
         other._books, other._span = self._books, self._span
         other._origin, other._next_frame = self._origin, self._next_frame
@@ -360,12 +347,8 @@ class KVCache:
                 offset += stop - start
 
     def _pending(self) -> list[Tensor]:
-        chunk = self._open
-        if chunk is None:
-            return []
         fmt = BF16 if self.policy.recent_chunks else self.fmt
-        held = [tensor for write in chunk.writes.values() for tensor in write.tensors(fmt)]
-        return held if chunk.guide is None else [*held, *chunk.guide.statistics()]
+        return [] if self._open is None else self._open.pending(fmt)
 
     # Writing.
 
@@ -376,16 +359,9 @@ class KVCache:
         checks.check_flags(chunk)
         keep = checks.mask_on_host(chunk.tokens, keep_mask)
         guide = self._guide(chunk)
+        per_frame, held = self.spec.tokens_per_frame, (self._segments, self._books)
         segments, books = grown(
-            self._segments,
-            self._books,
-            chunk,
-            guide,
-            self.fmt,
-            self.policy,
-            self.spec.tokens_per_frame,
-            self._generator,
-            keep,
+            *held, chunk, guide, self.fmt, self.policy, per_frame, self._generator, keep
         )
         next_stop = chunk.stop_frame + self.spec.frames_per_chunk
         segments = evict(segments, self._first_visible(next_stop))
