@@ -1,0 +1,1 @@
+"""World models: one adapter per family behind one protocol."""

@@ -1,0 +1,1 @@
+"""Our own small world model: walks through generated rooms on any machine, offline."""

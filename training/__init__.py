@@ -1,0 +1,1 @@
+"""Makes the embedded world: maps, frames, autoencoder, transformer, evaluation, export."""

@@ -1,0 +1,133 @@
+"""Pools of episodes on the training device: frames as they arrive from disk, then their latents."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.autoencoder import Autoencoder, to_signed
+from quantwm.worlds.embedded.config import KEYS
+from training.frames import HEIGHT, WIDTH, load_episode
+
+
+class FramePool:
+    """Episodes as uint8 [capacity, length, H, W, 3] and keys [capacity, length, 6] on a device.
+
+    A thread copies episode files in as workers finish them; `count` of them are usable.
+    """
+
+    def __init__(
+        self, folder: Path, capacity: int, length: int, device: torch.device | str
+    ) -> None:
+        shape = (capacity, length, HEIGHT, WIDTH, 3)
+        self.frames = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.keys = torch.zeros(capacity, length, len(KEYS), dtype=torch.uint8, device=device)
+        self.count = 0
+        self._folder, self._length = folder, length
+        self._seen: set[Path] = set()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def load_new(self) -> int:
+        """Copies episodes that appeared since the last call; returns how many are usable."""
+        for path in sorted(self._folder.glob("episode-*.npz")):
+            if path in self._seen or self.count >= len(self.frames) or self._stop.is_set():
+                continue
+            self._seen.add(path)
+            try:
+                episode = load_episode(path)
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+                continue  # one damaged file among hundreds must not end an unattended run
+            if episode.frames.shape != tuple(self.frames.shape[1:]):
+                continue
+            self.frames[self.count].copy_(torch.from_numpy(episode.frames))
+            self.keys[self.count].copy_(torch.from_numpy(episode.keys))
+            self.count += 1
+        return self.count
+
+    def follow(self) -> None:
+        """Starts the thread."""
+        self._thread = threading.Thread(target=self._follow, name="frame-pool", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            self.load_new()
+            self._stop.wait(0.2)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._stop.clear()
+
+    def wait_for(self, episodes: int, seconds: float) -> None:
+        """Waits until so many episodes are usable. UserError when they do not come in time."""
+        end = time.monotonic() + seconds
+        while self.count < episodes:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"only {self.count} of the {episodes} episodes needed to start came in "
+                    f"{seconds:.0f} s; check that ViZDoom runs: python -m training.frames --count 1 --out DIR"
+                )
+            time.sleep(0.1)
+
+    def random_frames(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """uint8 [count, H, W, 3], uniformly from what is usable now."""
+        device = self.frames.device
+        e = torch.randint(self.count, (count,), generator=generator, device=device)
+        t = torch.randint(self._length, (count,), generator=generator, device=device)
+        return self.frames[e, t]
+
+
+class LatentPool:
+    """Latents BF16 (float32 on a CPU) [episodes, length, C, h, w] and keys [episodes, length, 6]."""
+
+    def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
+        self.latents, self.keys = latents, keys
+
+    @classmethod
+    @torch.no_grad()
+    def encode(
+        cls, autoencoder: Autoencoder, frames: torch.Tensor, keys: torch.Tensor, batch: int = 512
+    ) -> LatentPool:
+        """Encodes frames uint8 [E, L, H, W, 3] in the autoencoder's dtype."""
+        episodes, length = frames.shape[:2]
+        flat = frames.flatten(0, 1)
+        dtype = next(autoencoder.parameters()).dtype
+        store = torch.bfloat16 if frames.is_cuda else torch.float32
+        parts = [
+            autoencoder.encode(to_signed(flat[i : i + batch], dtype)).to(store)
+            for i in range(0, len(flat), batch)
+        ]
+        return cls(torch.cat(parts).unflatten(0, (episodes, length)), keys)
+
+    def random_clips(
+        self, count: int, frames: int, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [count, frames, C, h, w] and keys float32 [count, frames, 6]."""
+        episodes, length = self.latents.shape[:2]
+        if frames > length:
+            raise UserError(f"clips of {frames} frames need episodes at least as long: {length}")
+        device = self.latents.device
+        e = torch.randint(episodes, (count, 1), generator=generator, device=device)
+        t = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
+        t = t + torch.arange(frames, device=device)
+        return self.latents[e, t], self.keys[e, t].float()
+
+
+def load_folder(folder: Path, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """All episodes of a folder: frames uint8 [E, L, H, W, 3], keys uint8 [E, L, 6]."""
+    paths = sorted(folder.glob("episode-*.npz"))
+    if not paths:
+        raise UserError(f"no episodes in {folder}; make them with python -m training.frames")
+    episodes = [load_episode(path) for path in paths]
+    frames = torch.from_numpy(np.stack([e.frames for e in episodes])).to(device)
+    return frames, torch.from_numpy(np.stack([e.keys for e in episodes])).to(device)

@@ -1,0 +1,134 @@
+"""Measures a trained world on maps it never saw; also a command: python -m training.evaluate."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quantwm.metrics import psnr_per_frame, psnr_pooled
+from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
+from quantwm.worlds.embedded.config import SamplerConfig
+from quantwm.worlds.embedded.transformer import Transformer
+from quantwm.worlds.embedded.weights import load_models, read_manifest
+from training.data import LatentPool, load_folder
+from training.pictures import save_grid
+from training.rollout import roll_out
+from training.train_autoencoder import reconstruction_psnr
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Clips of context + rollout frames, from the start of every unseen episode."""
+
+    context_chunks: int = 4
+    rollout_frames: int = 64
+    steps: int = 4
+    seed: int = 20_000
+    episodes: int = 16
+
+
+def decode_clip(autoencoder: Autoencoder, latents: torch.Tensor) -> np.ndarray:
+    """[T, C, h, w] -> uint8 [T, H, W, 3]."""
+    with torch.no_grad():
+        return to_bytes(autoencoder.decode(latents)).cpu().numpy()
+
+
+def shipped_copy(model: Transformer) -> Transformer:
+    """The model as it will ship: BF16 weights (float32 arithmetic on a CPU without its speed)."""
+    copied = copy.deepcopy(model).to(torch.bfloat16).requires_grad_(False).eval()
+    return copied if next(model.parameters()).is_cuda else copied.float()
+
+
+def evaluate(
+    model: Transformer,
+    autoencoder: Autoencoder,
+    frames: torch.Tensor,
+    keys: torch.Tensor,
+    sampler: SamplerConfig,
+    config: EvaluationConfig,
+) -> tuple[dict[str, float], list[tuple[np.ndarray, np.ndarray]]]:
+    """frames uint8 [E, L, H, W, 3], keys [E, L, 6] of unseen maps -> metrics, (truth, rollout) pairs.
+
+    free_8_psnr: mean over frames of the PSNR to the truth, first 8 free-running frames;
+    free_32_psnr: the first 32; next_chunk_psnr: each chunk from a history of true frames;
+    free_sharpness: mean gradient of the rollout's last 16 frames over the truth's.
+    """
+    per_chunk = model.config.frames_per_chunk
+    start = config.context_chunks * per_chunk
+    length = min(start + config.rollout_frames, frames.shape[1]) // per_chunk * per_chunk
+    clips = frames[: config.episodes, :length]
+    pool = LatentPool.encode(autoencoder, clips, keys[: config.episodes, :length])
+    held = pool.keys.float()
+    results = {}
+    for name, forced in (("free", False), ("next", True)):
+        latents = roll_out(
+            model, pool.latents, held, config.context_chunks, config.steps, sampler.shift,
+            config.seed, forced,
+        )  # fmt: skip
+        results[name] = [decode_clip(autoencoder, clip) for clip in latents]
+    truth = [clip.cpu().numpy() for clip in clips]
+
+    def psnr(kind: str, count: int) -> float:
+        end = min(start + count, length)
+        values = [
+            psnr_per_frame(a[start:end], b[start:end])
+            for a, b in zip(results[kind], truth, strict=True)
+        ]
+        return round(float(np.mean(values)), 2)
+
+    late = max(start, length - 16)
+    sharp = [
+        _gradient(a[late:]) / _gradient(b[late:])
+        for a, b in zip(results["free"], truth, strict=True)
+    ]
+    pooled = psnr_pooled(
+        np.concatenate([clip[start : start + 8] for clip in results["free"]]),
+        np.concatenate([clip[start : start + 8] for clip in truth]),
+    )
+    metrics = {
+        "autoencoder_psnr": round(reconstruction_psnr(autoencoder, clips.flatten(0, 1)), 2),
+        "next_chunk_psnr": psnr("next", length),
+        "free_8_psnr": psnr("free", 8),
+        "free_8_psnr_pooled": round(float(pooled), 2),
+        "free_32_psnr": psnr("free", 32),
+        "free_all_psnr": psnr("free", length),
+        "free_sharpness": round(float(np.mean(sharp)), 3),
+        "episodes": len(truth),
+        "steps": config.steps,
+    }
+    return metrics, [(b[start:], a[start:]) for a, b in zip(results["free"], truth, strict=True)]
+
+
+def _gradient(frames: np.ndarray) -> float:
+    values = frames.astype(np.float32)
+    return float(np.abs(np.diff(values, axis=2)).mean() + np.abs(np.diff(values, axis=1)).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weights", type=Path, default=Path("assets/embedded"))
+    parser.add_argument("--episodes", type=Path, required=True, help="folder of unseen episodes")
+    parser.add_argument("--out", type=Path, help="PNG grid of truth and rollout")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    manifest = read_manifest(args.weights)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model, autoencoder = load_models(manifest, device, dtype)
+    frames, keys = load_folder(args.episodes, device)
+    config = EvaluationConfig(steps=args.steps)
+    metrics, pairs = evaluate(model, autoencoder, frames, keys, manifest.config.sampler, config)
+    if args.out is not None:
+        save_grid(args.out, pairs[:6], every=6)
+    print(json.dumps(metrics))
+
+
+if __name__ == "__main__":
+    main()

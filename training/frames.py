@@ -1,0 +1,269 @@
+"""Frames and keys from the engine: worker processes that walk generated maps and save episodes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.config import KEYS
+from training.maps import GameMap, build_map, pack_wad
+from training.walker import TURN_DEGREES, Pose, Walker
+
+if TYPE_CHECKING:
+    from vizdoom import DoomGame
+
+HEIGHT, WIDTH = 96, 128
+TICS_PER_FRAME = 4  # of 35 a second: 8.75 frames a second
+SPAWN_TICS = 12  # input has no effect during the first 7 tics of an episode
+MAPS_PER_PROCESS = 16
+ATTEMPTS = 3
+UNSEEN_SEED = 1_000_000
+"""Seeds from here on make maps that no training run sees."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """frames uint8 [T, 96, 128, 3]; keys uint8 [T, 6], held during the step that led to a frame."""
+
+    frames: np.ndarray
+    keys: np.ndarray
+
+
+def require_engine() -> None:
+    """UserError when the engine's package is missing."""
+    try:
+        import vizdoom  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            "frames are made with ViZDoom, which is not installed: pip install vizdoom==1.3.2"
+        ) from error
+
+
+def episode_path(folder: Path, seed: int) -> Path:
+    return folder / f"episode-{seed:07d}.npz"
+
+
+def load_episode(path: Path) -> Episode:
+    with np.load(path) as data:
+        return Episode(data["frames"], data["keys"])
+
+
+def open_engine(folder: Path, maps: Sequence[GameMap]) -> DoomGame:
+    """Starts the engine on a PWAD with the maps. It litters `folder`, which should be temporary."""
+    import vizdoom
+
+    wad = folder / "maps.wad"
+    wad.write_bytes(pack_wad(list(maps)))
+    game = vizdoom.DoomGame()
+    game.set_doom_game_path(str(Path(vizdoom.__file__).parent / "freedoom2.wad"))
+    game.set_doom_scenario_path(str(wad))
+    game.set_doom_config_path(str(folder / "_vizdoom.ini"))
+    game.set_screen_resolution(vizdoom.ScreenResolution.RES_256X192)
+    game.set_screen_format(vizdoom.ScreenFormat.RGB24)
+    for what in (
+        "hud", "weapon", "crosshair", "decals", "particles", "effects_sprites", "messages",
+        "corpses", "screen_flashes",
+    ):  # fmt: skip
+        getattr(game, f"set_render_{what}")(False)
+    button = vizdoom.Button
+    game.set_available_buttons(
+        [
+            button.MOVE_FORWARD, button.MOVE_BACKWARD, button.MOVE_LEFT, button.MOVE_RIGHT,
+            button.TURN_LEFT_RIGHT_DELTA,
+        ]
+    )  # fmt: skip
+    variable = vizdoom.GameVariable
+    game.set_available_game_variables(
+        [variable.POSITION_X, variable.POSITION_Y, variable.ANGLE]
+    )
+    game.set_window_visible(False)
+    game.set_sound_enabled(False)
+    game.set_mode(vizdoom.Mode.PLAYER)
+    game.set_episode_timeout(0)
+    game.add_game_args("+movebob 0 +stillbob 0 +sv_nomonsters 1")
+    game.init()
+    return game
+
+
+def step(game: DoomGame, keys: frozenset[str]) -> None:
+    """Holds the keys for one frame.
+
+    The engine keeps headings in 1/65536 of a turn and rounds each tic. Three tics of 341 units and
+    one of 342 make 7.498 degrees, so that 48 frames turn 359.91 degrees (0.1 pixels short);
+    7.5 / 4 degrees a tic would be rounded to 7.515 and 48 frames would overshoot by a pixel.
+    """
+    moves = [float(name in keys) for name in ("w", "s", "a", "d")]
+    way = ("right" in keys) - ("left" in keys)
+    unit = 360.0 / 65536
+    game.make_action([*moves, way * 341 * unit], TICS_PER_FRAME - 1)
+    game.make_action([*moves, way * 342 * unit], 1)
+
+
+def shrink(screen: np.ndarray) -> np.ndarray:
+    """uint8 [192, 256, 3] -> [96, 128, 3]: mean of 2 x 2 pixels, rounded."""
+    quads = screen.reshape(HEIGHT, 2, WIDTH, 2, 3).astype(np.uint16).sum(axis=(1, 3))
+    return ((quads + 2) // 4).astype(np.uint8)
+
+
+def play_episode(game: DoomGame, number: int, walker: Walker, length: int) -> Episode:
+    """Walks map `number` (from 1) of the loaded PWAD for `length` frames."""
+    game.set_doom_map(f"map{number:02d}")
+    game.new_episode()
+    game.make_action([0.0] * 5, SPAWN_TICS)
+    frames = np.empty((length, HEIGHT, WIDTH, 3), np.uint8)
+    keys = np.zeros((length, len(KEYS)), np.uint8)
+    for t in range(length):
+        state = game.get_state()
+        if t:
+            held = walker.keys(Pose(*(float(v) for v in state.game_variables)))
+            keys[t] = [name in held for name in KEYS]
+            step(game, held)
+            state = game.get_state()
+        frames[t] = shrink(state.screen_buffer)
+    return Episode(frames, keys)
+
+
+def record(seeds: Sequence[int], length: int, folder: str) -> None:
+    """One worker's work: an episode file per seed, each whole as soon as it has its final name."""
+    target = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="quantwm-frames-") as scratch:
+        os.chdir(scratch)
+        maps = [build_map(seed) for seed in seeds]
+        game = open_engine(Path(scratch), maps)
+        for number, seed in enumerate(seeds, start=1):
+            game.set_seed(seed)
+            episode = play_episode(game, number, Walker(maps[number - 1], seed), length)
+            partial = Path(scratch) / "episode.npz"
+            np.savez(partial, frames=episode.frames, keys=episode.keys)
+            hidden = target / f".{seed}.part"
+            hidden.write_bytes(partial.read_bytes())
+            hidden.replace(episode_path(target, seed))
+        # The engine may crash while it closes; every episode is on disk by now.
+        with contextlib.suppress(Exception):
+            game.close()
+        os.chdir(target)
+
+
+@dataclass
+class _Worker:
+    """One process, the seeds it was given, which attempt this is, and when it is given up."""
+
+    process: subprocess.Popen[bytes]
+    seeds: list[int]
+    attempt: int
+    deadline: float
+
+
+class Recorder:
+    """Keeps a number of worker processes busy until every seed has its episode or was given up.
+
+    A crashed or hung engine costs its unfinished episodes one attempt; they go to a new process.
+    """
+
+    def __init__(
+        self, seeds: Sequence[int], length: int, folder: Path, processes: int, patience: float = 120
+    ) -> None:
+        require_engine()
+        if length < 2 or processes < 1:
+            raise UserError(f"need length >= 2 and processes >= 1, got {length} and {processes}")
+        self._folder = folder.resolve()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._length, self._processes, self._patience = length, processes, patience
+        todo = self._missing(list(seeds))
+        size = max(1, min(MAPS_PER_PROCESS, -(-len(todo) // processes)))
+        self._queue = [(todo[i : i + size], 1) for i in range(0, len(todo), size)]
+        self._running: list[_Worker] = []
+        self._closed = threading.Event()
+        self.given_up: list[int] = []
+
+    def _missing(self, seeds: list[int]) -> list[int]:
+        return [seed for seed in seeds if not episode_path(self._folder, seed).exists()]
+
+    def poll(self) -> bool:
+        """Starts and collects workers without waiting; True while anything is left to do."""
+        still = []
+        for worker in self._running:
+            if worker.process.poll() is None:
+                if time.monotonic() < worker.deadline:
+                    still.append(worker)
+                    continue
+                worker.process.kill()
+                worker.process.wait()
+            missing = self._missing(worker.seeds)
+            if missing and worker.attempt < ATTEMPTS:
+                self._queue.append((missing, worker.attempt + 1))
+            else:
+                self.given_up += missing
+        self._running = still
+        while self._queue and len(self._running) < self._processes:
+            seeds, attempt = self._queue.pop(0)
+            self._running.append(self._start(seeds, attempt))
+        return bool(self._running or self._queue)
+
+    def _start(self, seeds: list[int], attempt: int) -> _Worker:
+        root = Path(__file__).resolve().parent.parent
+        command = [
+            sys.executable, "-m", "training.frames", "--length", str(self._length),
+            "--out", str(self._folder), "--seeds", *map(str, seeds),
+        ]  # fmt: skip
+        process = subprocess.Popen(
+            command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        return _Worker(process, seeds, attempt, time.monotonic() + self._patience)
+
+    def wait(self, seconds: float = float("inf")) -> None:
+        """Polls until done, closed, or the time is over, then stops what still runs."""
+        end = time.monotonic() + seconds
+        while not self._closed.is_set() and self.poll() and time.monotonic() < end:
+            time.sleep(0.1)
+        for worker in self._running:
+            worker.process.kill()
+            worker.process.wait()
+        self._running, self._queue = [], []
+
+    def close(self) -> None:
+        """Makes a `wait` in another thread come to its end."""
+        self._closed.set()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the episode files")
+    parser.add_argument("--length", type=int, default=512, help="frames of an episode")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--seeds", type=int, nargs="+", help="record these maps in this process")
+    which.add_argument("--count", type=int, help="record maps first ... first + count - 1")
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    require_engine()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.seeds:
+        record(args.seeds, args.length, str(args.out.resolve()))
+        return
+    seeds = range(args.first, args.first + args.count)
+    start = time.monotonic()
+    recorder = Recorder(seeds, args.length, args.out, args.processes)
+    recorder.wait()
+    seconds = time.monotonic() - start
+    done = len(seeds) - len(recorder.given_up)
+    report = {"episodes": done, "frames": done * args.length, "seconds": round(seconds, 1)}
+    print(json.dumps({**report, "given_up": recorder.given_up}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""What a run says while it runs: a line on the terminal, the same as JSON in a small log."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Log:
+    """Appends one JSON line per event and prints it; `minutes` counts from the start of the run."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._start = path, time.monotonic()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def minutes(self) -> float:
+        return (time.monotonic() - self._start) / 60
+
+    def event(self, stage: str, **values: Any) -> None:
+        row = {"minutes": round(self.minutes, 2), "stage": stage, **values}
+        text = " ".join(f"{k} {_short(v)}" for k, v in values.items())
+        print(f"[{row['minutes']:7.2f} min] {stage}: {text}", file=sys.stderr, flush=True)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Budget:
+    """A stage's time: how much of it is gone, and what is left."""
+
+    def __init__(self, minutes: float) -> None:
+        self._start, self.seconds = time.monotonic(), max(minutes, 0.0) * 60
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def fraction(self) -> float:
+        """0 at the start, 1 when the time is over."""
+        return min(self.elapsed / self.seconds, 1.0) if self.seconds > 0 else 1.0
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return max(self.seconds - self.elapsed, 0.0)

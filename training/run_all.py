@@ -1,0 +1,329 @@
+"""The whole training in one unattended, time-budgeted run: python -m training.run_all --minutes 16 --out DIR.
+
+Frames are recorded by other processes while the autoencoder already trains on those that exist;
+then all frames become latents and the transformer trains for the rest. Usable weights lie in the
+output folder from a few minutes after the transformer's start on, and are replaced as it improves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.autoencoder import Autoencoder
+from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
+from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
+from training.data import FramePool, LatentPool, load_folder
+from training.evaluate import EvaluationConfig, evaluate, shipped_copy
+from training.frames import UNSEEN_SEED, Recorder
+from training.pictures import save_grid
+from training.progress import Log
+from training.train_autoencoder import AutoencoderTraining, train_autoencoder
+from training.train_transformer import Stage, TrainState, TransformerTraining, train_transformer
+
+DATA = (
+    "Procedural maps (training/maps.py) with Freedoom art (BSD-3-Clause), rendered by ViZDoom, "
+    "256x192 reduced to 128x96, 4 tics a frame"
+)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """How much of everything. Minutes are shares of the whole run's; see `PLANS`."""
+
+    world: EmbeddedConfig = PRESETS["shipped"]
+    episodes: int = 900
+    length: int = 512
+    first_episodes: int = 40
+    unseen_episodes: int = 16
+    unseen_length: int = 96
+    autoencoder_share: float = 0.19
+    finish_minutes: float = 1.0
+    save_every_minutes: float = 2.5
+    autoencoder: AutoencoderTraining = field(default_factory=AutoencoderTraining)
+    transformer: TransformerTraining = field(default_factory=TransformerTraining)
+    check: EvaluationConfig = field(
+        default_factory=lambda: EvaluationConfig(rollout_frames=32, episodes=8)
+    )
+    final: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+QUICK_WORLD = replace(
+    PRESETS["tiny"],
+    transformer=replace(PRESETS["tiny"].transformer, latent_height=12, latent_width=16),
+    autoencoder=AutoencoderConfig(
+        encoder_widths=(16, 24, 32), decoder_widths=(16, 24, 32), decoder_depths=(1, 1, 1),
+    ),
+)  # fmt: skip
+
+PLANS = {
+    "full": RunPlan(),
+    "continued": RunPlan(
+        transformer=TransformerTraining(
+            stages=(Stage(frames=64, batch=24, share=0.6), Stage(frames=128, batch=12, share=0.4)),
+            flat_share=0.2,
+        )
+    ),
+    "quick": RunPlan(
+        world=QUICK_WORLD,
+        episodes=8,
+        length=64,
+        first_episodes=2,
+        unseen_episodes=2,
+        unseen_length=32,
+        autoencoder_share=0.2,
+        finish_minutes=0.2,
+        save_every_minutes=0.3,
+        autoencoder=AutoencoderTraining(batch=16, warmup_steps=10),
+        transformer=TransformerTraining(
+            stages=(
+                Stage(frames=8, batch=4, share=0.5),
+                Stage(frames=16, batch=2, share=0.3),
+                Stage(frames=32, batch=1, share=0.2),
+            ),
+            short_windows=(1, 2),
+            log_every=10,
+        ),
+        check=EvaluationConfig(context_chunks=2, rollout_frames=8, episodes=2, steps=2),
+        final=EvaluationConfig(context_chunks=2, rollout_frames=16, episodes=2, steps=2),
+    ),
+}
+
+
+class Run:
+    """One run: its folders, its log, and what is known so far for the manifest."""
+
+    def __init__(self, plan: RunPlan, args: argparse.Namespace) -> None:
+        self.plan, self.args = plan, args
+        self.out: Path = args.out
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.work: Path = args.work or Path(tempfile.mkdtemp(prefix="quantwm-training-"))
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.device = torch.device(args.device)
+        self.log = Log(self.out / "training-log.jsonl")
+        self.metrics: dict[str, Any] = {}
+        self.minutes: dict[str, float] = {}
+        self.last_save = time.monotonic()
+        self.best_step = 0
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.work / "checkpoint.pt"
+
+    def facts(self, state: TrainState) -> dict[str, Any]:
+        """What the manifest says about how the weights were made."""
+        gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
+        return {
+            "command": "python -m training.run_all " + shlex.join(sys.argv[1:]),
+            "data": DATA,
+            "episodes": self.plan.episodes,
+            "frames": self.metrics.get("frames", 0),
+            "hardware": {"gpu": gpu, "cpu_cores": os.cpu_count()},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "seed": self.args.seed,
+            "minutes": {**self.minutes, "total": round(self.log.minutes, 2)},
+            "steps": state.step,
+            "runs": state.runs,
+            "metrics": self.metrics,
+        }
+
+
+def record_frames(run: Run) -> tuple[Recorder, threading.Thread]:
+    """Unseen maps first, waited for; then the training maps in the background."""
+    plan, seed = run.plan, run.args.seed
+    unseen = Recorder(
+        range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes),
+        plan.unseen_length,
+        run.work / "unseen",
+        run.args.processes,
+    )
+    unseen.wait(300)
+    first = 10_000 * seed
+    recorder = Recorder(
+        range(first, first + plan.episodes), plan.length, run.work / "frames", run.args.processes
+    )
+    thread = threading.Thread(target=recorder.wait, args=(900,), name="recorder", daemon=True)
+    thread.start()
+    return recorder, thread
+
+
+def make_autoencoder(run: Run, pool: FramePool, unseen: torch.Tensor) -> Autoencoder:
+    """Trained here, or taken from earlier weights whose latents the transformer goes on with."""
+    started = time.monotonic()
+    if run.args.weights is not None:
+        _, autoencoder = load_models(read_manifest(run.args.weights), run.device, torch.float32)
+        return autoencoder
+    plan = run.plan
+    model, metrics = train_autoencoder(
+        pool, unseen.flatten(0, 1)[:512], plan.world.autoencoder, plan.autoencoder,
+        run.args.minutes * plan.autoencoder_share, run.args.seed, run.log,
+        run.device.type == "cuda" and not run.args.eager,
+    )  # fmt: skip
+    run.metrics["autoencoder_psnr"] = metrics["psnr_unseen"]
+    run.metrics["autoencoder_steps"] = metrics["steps"]
+    run.minutes["autoencoder"] = round((time.monotonic() - started) / 60, 2)
+    return model.eval().requires_grad_(False)
+
+
+def latents_of(
+    run: Run, pool: FramePool, autoencoder: Autoencoder, recorder: Recorder, thread: threading.Thread
+) -> LatentPool:
+    """Waits for the last frames (at most a tenth of the run), then encodes all there are."""
+    thread.join(timeout=run.args.minutes * 6)
+    recorder.close()
+    thread.join(timeout=30)
+    pool.stop()
+    episodes = pool.load_new()
+    run.metrics["frames"] = episodes * run.plan.length
+    started = time.monotonic()
+    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
+        latents = LatentPool.encode(autoencoder, pool.frames[:episodes], pool.keys[:episodes])
+    run.minutes["encode"] = round((time.monotonic() - started) / 60, 2)
+    run.log.event(
+        "encoded", episodes=episodes, given_up=len(recorder.given_up),
+        mean=round(float(latents.latents.float().mean()), 3),
+        std=round(float(latents.latents[:: max(1, episodes // 50)].float().std()), 3),
+    )  # fmt: skip
+    return latents
+
+
+def save_and_measure(
+    run: Run,
+    state: TrainState,
+    autoencoder: Autoencoder,
+    unseen: tuple[torch.Tensor, torch.Tensor],
+    config: EvaluationConfig,
+    grid: str,
+) -> None:
+    """Exports the averaged weights, keeps a checkpoint, then measures and draws a grid."""
+    state.save(run.checkpoint)
+    world = run.plan.world
+    save_models(run.out, world, state.average, autoencoder, run.facts(state))
+    metrics, pairs = evaluate(
+        shipped_copy(state.average), autoencoder, *unseen, world.sampler, config
+    )
+    run.metrics.update(metrics)
+    run.log.event("measured", step=state.step, **metrics)
+    save_grid(run.out / grid, pairs[:6], every=max(1, len(pairs[0][0]) // 10))
+    save_models(run.out, world, state.average, autoencoder, run.facts(state))
+    run.last_save = time.monotonic()
+
+
+def train(run: Run, state: TrainState, latents: LatentPool, after: Any) -> None:
+    """The transformer's share of the time; a loss that is not finite goes back to a checkpoint."""
+    training = run.plan.transformer
+    end = run.args.minutes - run.plan.finish_minutes
+    compiled = run.device.type == "cuda" and not run.args.eager
+    attention = run.args.attention or ("flex" if compiled else "sdpa")
+    started = run.log.minutes
+    for _ in range(3):
+        minutes = max(end - run.log.minutes, 0.05)
+        try:
+            used = train_transformer(
+                state, latents, training, minutes, run.args.seed, run.log, attention, compiled,
+                after,
+            )  # fmt: skip
+            run.metrics["attention"] = used
+            break
+        except FloatingPointError as error:
+            run.log.event("diverged", reason=str(error))
+            if not run.checkpoint.exists():
+                raise
+            state.load(run.checkpoint)
+            training = replace(
+                training, muon_lr=training.muon_lr / 2, adam_lr=training.adam_lr / 2
+            )
+    run.minutes["transformer"] = round(run.log.minutes - started, 2)
+
+
+def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
+    """The run; returns the facts that the manifest holds."""
+    run = Run(plan, args)
+    if run.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    run.log.event("start", budget=args.minutes, device=str(run.device), seed=args.seed)
+    recorder, thread = record_frames(run)
+    unseen = load_folder(run.work / "unseen", run.device)
+    pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
+    pool.follow()
+    try:
+        pool.wait_for(plan.first_episodes, 180)
+        run.minutes["first_frames"] = round(run.log.minutes, 2)
+        autoencoder = make_autoencoder(run, pool, unseen[0])
+        latents = latents_of(run, pool, autoencoder, recorder, thread)
+    finally:
+        recorder.close()
+        pool.stop()
+    del pool
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+    state = TrainState.fresh(plan.world.transformer, plan.transformer, args.seed, run.device)
+    if args.weights is not None:
+        model, _ = load_models(read_manifest(args.weights), run.device, torch.float32)
+        state.start_from(model)
+    if args.resume is not None:
+        state.load(args.resume)
+
+    def after(state: TrainState) -> None:
+        if time.monotonic() - run.last_save > plan.save_every_minutes * 60:
+            save_and_measure(run, state, autoencoder, unseen, plan.check, "grid-latest.png")
+
+    run.last_save = time.monotonic()
+    train(run, state, latents, after)
+    save_and_measure(run, state, autoencoder, unseen, plan.final, "grid-final.png")
+    run.log.event("done", took=run.minutes)
+    return run.facts(state)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=None, help="of the whole run (16; quick 2)")
+    parser.add_argument("--out", type=Path, required=True, help="weights, manifest, log, pictures")
+    parser.add_argument("--work", type=Path, help="frames and checkpoint; a temporary folder if unset")
+    parser.add_argument("--plan", choices=sorted(PLANS), help="full, or continued with --weights")
+    parser.add_argument("--quick", action="store_true", help="a toy run of everything on a CPU")
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--attention", choices=("flex", "sdpa"))
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--weights", type=Path, help="go on from exported weights (warm restart)")
+    parser.add_argument("--resume", type=Path, help="go on from a checkpoint; needs --weights too")
+    args = parser.parse_args(argv)
+    if args.resume is not None and args.weights is None:
+        raise UserError("--resume needs --weights: the checkpoint's latents are of that autoencoder")
+    name = "quick" if args.quick else ("continued" if args.weights is not None else "full")
+    args.plan = args.plan or name
+    if args.minutes is None:
+        args.minutes = 2.0 if args.plan == "quick" else 16.0
+    if not 0.2 <= args.minutes <= 24 * 60:
+        raise UserError(f"--minutes must be between 0.2 and 1440, got {args.minutes}")
+    return args
+
+
+def main() -> int:
+    try:
+        args = parse()
+        facts = run_all(PLANS[args.plan], args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

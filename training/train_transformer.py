@@ -1,0 +1,330 @@
+"""Trains the transformer by teacher forcing, in stages of growing clip length, until time is over."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.config import TransformerConfig
+from quantwm.worlds.embedded.transformer import Attend, Transformer
+from training.data import LatentPool
+from training.muon import Muon
+from training.progress import Budget, Log
+from training.teacher_forcing import (
+    block_mask,
+    dense_mask,
+    flex_attend,
+    predict_clip,
+    sdpa_attend,
+    two_stream_tables,
+)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A share of the time at one clip length."""
+
+    frames: int
+    batch: int
+    share: float
+
+
+@dataclass(frozen=True)
+class TransformerTraining:
+    """short_windows: with chance short_chance a step sees only so many past chunks, so that a
+    16-frame window is something the model knows. context_noise: the clean stream of half of the
+    clips is disturbed by up to this much, unannounced, as a rollout's own history is."""
+
+    stages: tuple[Stage, ...] = (
+        Stage(frames=32, batch=48, share=0.45),
+        Stage(frames=64, batch=24, share=0.35),
+        Stage(frames=128, batch=12, share=0.20),
+    )
+    muon_lr: float = 0.02
+    adam_lr: float = 1.5e-3
+    warmup_steps: int = 100
+    flat_share: float = 0.4
+    floor: float = 0.03
+    ema: float = 0.999
+    sigma_shift: float = 3.0
+    sigma_floor: float = 0.15
+    short_windows: tuple[int, ...] = (3, 4, 8)
+    short_chance: float = 0.3
+    context_noise: float = 0.15
+    max_steps: int = 1_000_000
+    log_every: int = 50
+
+
+@dataclass
+class TrainState:
+    """Everything that a checkpoint holds."""
+
+    model: Transformer
+    average: Transformer
+    muon: Muon
+    adam: torch.optim.AdamW
+    step: int = 0
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def fresh(
+        cls, config: TransformerConfig, training: TransformerTraining, seed: int,
+        device: torch.device,
+    ) -> TrainState:  # fmt: skip
+        model = Transformer(config)
+        model.init_weights(torch.Generator().manual_seed(seed))
+        model = model.to(device)
+        average = copy.deepcopy(model).requires_grad_(False)
+        matrices = [
+            p for name, p in model.blocks.named_parameters() if p.ndim == 2 and "table" not in name
+        ]
+        chosen = {id(p) for p in matrices}
+        rest = [p for p in model.parameters() if id(p) not in chosen]
+        adam = torch.optim.AdamW(
+            rest, lr=training.adam_lr, betas=(0.9, 0.95), weight_decay=0.0,
+            fused=device.type == "cuda",
+        )  # fmt: skip
+        return cls(model, average, Muon(matrices, lr=training.muon_lr), adam)
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: written beside, then renamed."""
+        partial = path.with_suffix(".part")
+        torch.save(
+            {
+                "model": self.model.state_dict(), "average": self.average.state_dict(),
+                "muon": self.muon.state_dict(), "adam": self.adam.state_dict(),
+                "step": self.step, "runs": self.runs,
+            },
+            partial,
+        )  # fmt: skip
+        partial.replace(path)
+
+    def load(self, path: Path) -> None:
+        """UserError when the file is missing or of another model."""
+        if not path.is_file():
+            raise UserError(f"checkpoint {path} does not exist; leave out --resume to start afresh")
+        data = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            self.model.load_state_dict(data["model"])
+            self.average.load_state_dict(data["average"])
+            self.muon.load_state_dict(data["muon"])
+            self.adam.load_state_dict(data["adam"])
+        except (KeyError, RuntimeError, ValueError) as error:
+            line = str(error).splitlines()[0]
+            raise UserError(f"checkpoint {path} is of another model: {line}") from error
+        self.step, self.runs = data["step"], data["runs"]
+
+    def start_from(self, model: Transformer) -> None:
+        """Takes over exported weights (the average of an earlier run); the optimisers start anew."""
+        self.model.load_state_dict(model.state_dict())
+        self.average.load_state_dict(model.state_dict())
+
+    def clear_gradients(self) -> None:
+        self.muon.zero_grad(set_to_none=True)
+        self.adam.zero_grad(set_to_none=True)
+
+    def update_average(self, decay: float) -> None:
+        decay = min(decay, (1 + self.step) / (10 + self.step))
+        with torch.no_grad():
+            torch._foreach_lerp_(
+                list(self.average.parameters()), list(self.model.parameters()), 1 - decay
+            )
+
+
+def rate_factor(step: int, fraction: float, training: TransformerTraining) -> float:
+    """Warm-up in steps, flat, then cosine to the floor over the run's time.
+
+    Every run starts at the top again, so a resumed run is a warm restart.
+    """
+    warm = min((step + 1) / training.warmup_steps, 1.0)
+    late = max(0.0, (fraction - training.flat_share) / (1 - training.flat_share))
+    cosine = training.floor + (1 - training.floor) * 0.5 * (1 + math.cos(math.pi * late))
+    return warm * cosine
+
+
+def clip_loss(
+    model: Transformer,
+    clean: torch.Tensor,
+    keys: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    attend: Attend,
+    training: TransformerTraining,
+    generator: torch.Generator,
+    residual_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted x-prediction loss (about that of velocities) and plain mean squared error.
+
+    clean: [B, T, C, H, W]; every chunk has its own noise level. The first chunk has no past and
+    is never generated by the product, so it does not count.
+    """
+    batch, frames = clean.shape[:2]
+    per_chunk, device = model.config.frames_per_chunk, clean.device
+    clean = clean.float()
+    u = torch.rand(batch, frames // per_chunk, generator=generator, device=device)
+    sigma = training.sigma_shift * u / (1 + (training.sigma_shift - 1) * u)
+    sigma = sigma.repeat_interleave(per_chunk, dim=1)
+    level = sigma[:, :, None, None, None]
+    noise = torch.randn(clean.shape, generator=generator, device=device)
+    noisy = (1 - level) * clean + level * noise
+    amount = torch.rand(batch, 2, 1, 1, 1, generator=generator, device=device)
+    disturbed = (amount[:, 1:] < 0.5) * amount[:, :1] * training.context_noise
+    history = clean + disturbed * torch.randn(clean.shape, generator=generator, device=device)
+    out = predict_clip(model, history, noisy, sigma, keys, tables, attend, residual_dtype)
+    error = (out - clean).square().mean(dim=(2, 3, 4))[:, per_chunk:]
+    weight = sigma[:, per_chunk:].clamp_min(training.sigma_floor) ** -2
+    return (weight * error).mean(), error.detach().mean()
+
+
+class Attention:
+    """The attention of a stage: masks for every window in use, made once.
+
+    `flex` skips hidden tiles and needs compiled blocks; `sdpa` works anywhere.
+    """
+
+    def __init__(
+        self, kind: str, frames: int, config: TransformerConfig,
+        training: TransformerTraining, device: torch.device,
+    ) -> None:  # fmt: skip
+        if kind not in ("flex", "sdpa"):
+            raise UserError(f"attention must be flex or sdpa, got {kind!r}")
+        chunks = frames // config.frames_per_chunk
+        self._short = [w for w in training.short_windows if w < chunks]
+        self._chance, self._full = training.short_chance, chunks
+        windows = [*self._short, chunks]
+        if kind == "flex":
+            self._by_window = {
+                w: flex_attend(block_mask(frames, config, w, device)) for w in windows
+            }
+        else:
+            self._by_window = {
+                w: sdpa_attend(dense_mask(frames, config, w, device)) for w in windows
+            }
+
+    def pick(self, generator: torch.Generator) -> Attend:
+        """Usually the whole past, now and then a short window (generator on the CPU)."""
+        draw = torch.rand(2, generator=generator)
+        if self._short and float(draw[0]) < self._chance:
+            return self._by_window[self._short[int(draw[1] * len(self._short))]]
+        return self._by_window[self._full]
+
+
+def train_stage(
+    state: TrainState,
+    stage: Stage,
+    pool: LatentPool,
+    training: TransformerTraining,
+    run: Budget,
+    seconds: float,
+    attention: str,
+    seed: int,
+    log: Log,
+    after_step: Callable[[TrainState], None],
+) -> None:
+    """Steps at one clip length for `seconds`; the rate follows the whole run's time."""
+    device, config = pool.latents.device, state.model.config
+    on_gpu = device.type == "cuda"
+    generator = torch.Generator(device).manual_seed(seed + state.step)
+    chooser = torch.Generator().manual_seed(seed + state.step)
+    masks = Attention(attention, stage.frames, config, training, device)
+    tables = two_stream_tables(stage.frames, config, device)
+    residual = torch.bfloat16 if on_gpu else torch.float32
+    tokens = 2 * stage.batch * stage.frames * config.tokens_per_frame
+    end, first = time.monotonic() + seconds, state.step
+    last_time, last_step = time.monotonic(), state.step
+    while time.monotonic() < end and state.step - first < training.max_steps:
+        factor = rate_factor(state.step - state.runs[-1]["first_step"], run.fraction, training)
+        for optimiser, peak in ((state.muon, training.muon_lr), (state.adam, training.adam_lr)):
+            for group in optimiser.param_groups:
+                group["lr"] = peak * factor
+        clean, keys = pool.random_clips(stage.batch, stage.frames, generator)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss, mse = clip_loss(
+                state.model, clean, keys, tables, masks.pick(chooser), training, generator,
+                residual,
+            )  # fmt: skip
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+        state.muon.step()
+        state.adam.step()
+        state.clear_gradients()
+        state.step += 1
+        state.update_average(training.ema)
+        if state.step % training.log_every == 0 or state.step == first + 1:
+            value = float(loss.detach())
+            now = time.monotonic()
+            rate = (state.step - last_step) / (now - last_time)
+            last_time, last_step = now, state.step
+            log.event(
+                "transformer", step=state.step, frames=stage.frames, loss=round(value, 4),
+                mse=round(float(mse), 4), steps_per_s=round(rate, 2),
+                tokens_per_s=round(rate * tokens), lr=round(training.muon_lr * factor, 5),
+                left_s=round(run.left),
+            )  # fmt: skip
+            if not math.isfinite(value):
+                raise FloatingPointError(f"the loss is {value} at step {state.step}")
+        after_step(state)
+
+
+def train_transformer(
+    state: TrainState,
+    pool: LatentPool,
+    training: TransformerTraining,
+    minutes: float,
+    seed: int,
+    log: Log,
+    attention: str,
+    compiled: bool,
+    after_step: Callable[[TrainState], None],
+) -> str:
+    """Runs the stages; returns the attention that was used.
+
+    When the compiled attention fails on this machine, says so and goes on with plain SDPA.
+    """
+    run = Budget(minutes)
+    state.runs.append({"minutes": minutes, "first_step": state.step, "seed": seed})
+    set_compiled(state.model, compiled)
+    total = sum(stage.share for stage in training.stages)
+    done = 0.0
+    for stage in training.stages:
+        done += stage.share / total
+        torch.compiler.reset()  # shapes are static: each stage compiles once, for its own lengths
+        while True:
+            seconds = run.seconds * done - run.elapsed
+            try:
+                train_stage(
+                    state, stage, pool, training, run, seconds, attention, seed, log, after_step
+                )
+                break
+            except torch.OutOfMemoryError:
+                # somebody else on this device may hold memory: go on with smaller batches
+                if stage.batch == 1:
+                    raise
+                stage = replace(stage, batch=stage.batch // 2)
+                log.event("out of memory", batch=stage.batch)
+                state.clear_gradients()
+                torch.cuda.empty_cache()
+            except (RuntimeError, TypeError) as error:
+                if attention == "sdpa":
+                    raise
+                attention = "sdpa"
+                log.event("attention falls back to sdpa", reason=str(error)[:300])
+                state.clear_gradients()
+                set_compiled(state.model, False)
+    return attention
+
+
+def set_compiled(model: Transformer, compiled: bool) -> None:
+    """Block by block: ten layers share one compilation, about a tenth of the wait."""
+    for block in model.blocks:
+        if compiled:
+            block.compile(dynamic=False)
+        else:
+            block._compiled_call_impl = None
