@@ -15,12 +15,12 @@ from quantwm.actions import check_action
 from quantwm.cache import dispatch
 from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
-from quantwm.cache.plan import require_memory
+from quantwm.cache.plan import plan_lanes, require_memory
 from quantwm.cache.workspace import Workspace
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
 from quantwm.lanes import check_lanes, is_bf16, limit_history, max_tokens_for
-from quantwm.memory import read_memory
+from quantwm.memory import free_bytes, read_memory
 from quantwm.tensor_files import TensorRecorder
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, StartState, World
 
@@ -82,7 +82,7 @@ class Engine:
             for lane in lanes
         )
         check_lanes(self.lanes, mode)
-        require_memory(world.spec.cache, self.lanes, world.device)
+        _check_memory(world, self.lanes)
         self._recorder = recorder
         self._workspace: Workspace | None = None
         self._running: list[_Lane] = []
@@ -357,6 +357,14 @@ def _steps_for(world: World, steps: int | None) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
         raise UserError(f"steps is a whole number from 1 to 1000, got {steps!r}")
     return steps
+
+
+def _check_memory(world: World, lanes: Sequence[LaneConfig]) -> None:
+    """UserError when the caches cannot fit; a lane without a window is planned for one span."""
+    planned = plan_lanes(world.spec.cache, lanes, itemsize=world.dtype.itemsize)
+    free = free_bytes(world.device)
+    if free is not None:
+        require_memory(planned, free)
 
 
 def _check_start(state: StartState, frames_per_chunk: int) -> None:

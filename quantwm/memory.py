@@ -24,6 +24,15 @@ def read_memory(device: torch.device, parts: Mapping[str, int]) -> MemoryReading
     return _read_process(parts)
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a new allocation on `device` may take; None where nothing says so."""
+    reading = read_memory(device, {})
+    if reading.total == 0:
+        return None
+    # slack is reserved by torch already, and the first that an allocation takes
+    return reading.parts["free"] + reading.parts.get("allocator slack", 0)
+
+
 def _read_cuda(device: torch.device, parts: Mapping[str, int]) -> MemoryReading:
     allocated = torch.cuda.memory_allocated(device)
     reserved = torch.cuda.memory_reserved(device)

@@ -231,7 +231,11 @@ class _Stream:
             return
         if self._shape is None:
             file._video_stream = None  # an encoder that saw no frame has nothing to flush
-        file.close()
+        try:
+            file.close()
+        finally:
+            # imageio closes again when it collects the file; after a failure that only makes noise
+            file.close = lambda: None
 
 
 def require_pyav() -> None:

@@ -92,3 +92,13 @@ def test_nvml_failure_falls_back(monkeypatch):
     fake_cuda(monkeypatch)
     fake_nvml(monkeypatch, failing=True)
     assert memory.read_memory(torch.device("cuda"), {}).total == 100_000
+
+
+def test_free_bytes_counts_what_torch_holds_back(monkeypatch):
+    fake_cuda(monkeypatch)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert memory.free_bytes(torch.device("cuda")) == 72_000
+    assert memory.free_bytes(torch.device("cpu")) > 0
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    monkeypatch.setattr(memory, "_read_proc", lambda: (0, 0, 0, "unknown"))
+    assert memory.free_bytes(torch.device("cpu")) is None
