@@ -17,7 +17,7 @@ Progress = Callable[[str, float], None]
 
 MODES = {
     "free": "Free-running: every lane lives with its own past",
-    "forced": "Teacher-forced: every lane's history holds the BF16 frames, so that what differs "
+    "teacher": "Teacher-forced: every lane's history holds the BF16 frames, so that what differs "
     "is the cache alone",
 }
 

@@ -65,7 +65,7 @@ def parse_settings(raw: object, catalogue: Catalogue) -> Settings:
     mode = raw.get("mode", "free")
     if mode not in MODES:
         raise UserError(f"mode must be one of {', '.join(MODES)}, got {str(mode)[:40]!r}")
-    if mode == "forced" and "bf16" not in lanes:
+    if mode == "teacher" and "bf16" not in lanes:
         raise UserError("teacher-forced mode needs the BF16 cache; tick it or choose free-running")
     picture = raw.get("picture")
     return Settings(

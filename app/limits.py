@@ -48,6 +48,9 @@ MAX_CHUNKS = 4_000
 MAX_STEPS_BEHIND = 4
 """Single steps that may be asked for ahead; more presses than that are dropped."""
 
+MAX_PORT = 65_535
+"""Of TCP."""
+
 # Numbers and pictures from outside -----------------------------------------------------------
 MAX_SEED = 2**31 - 1
 """Seeds are signed 32-bit, so that they mean the same on every platform."""

@@ -13,25 +13,22 @@ SCRIPTS = ("format.js", "player.js", "input.js", "lanes.js", "panels.js", "main.
 """In the order in which they run, in one function scope."""
 
 
-class Stage(gr.HTML):
-    """Draws what `value` (one JSON message) says and triggers "drive" when a visitor drives.
+def make_stage(value: str, server_functions: Sequence[Callable[..., object]]) -> gr.HTML:
+    """The component. It draws what `value` (one JSON message) says and triggers "drive" when a
+    visitor drives.
 
-    The template holds no value, so Gradio never renders it again and the canvases stay.
+    The template holds no value, so Gradio never renders it again and the canvases stay. A subclass
+    would say the same, but Gradio writes a type stub beside the file of every subclass.
     """
-
-    def __init__(self, value: str, server_functions: Sequence[Callable[..., object]]) -> None:
-        super().__init__(
-            value=value,
-            html_template=(WEB / "stage.html").read_text(),
-            js_on_load="\n".join((WEB / name).read_text() for name in SCRIPTS),
-            apply_default_css=False,
-            padding=False,
-            elem_id="quantwm",
-            server_functions=[_plain(function) for function in server_functions],
-        )
-
-    def get_block_name(self) -> str:
-        return "html"
+    return gr.HTML(
+        value=value,
+        html_template=(WEB / "stage.html").read_text(),
+        js_on_load="\n".join((WEB / name).read_text() for name in SCRIPTS),
+        apply_default_css=False,
+        padding=False,
+        elem_id="quantwm",
+        server_functions=[_plain(function) for function in server_functions],
+    )
 
 
 def _plain(method: Callable[..., object]) -> Callable[[object], object]:

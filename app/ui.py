@@ -18,7 +18,7 @@ from app.backend import Backend
 from app.files import SessionFiles
 from app.handlers import Handlers
 from app.sessions import SessionManager
-from app.stage import Stage
+from app.stage import make_stage
 from app.theme import make_head, make_theme
 
 TITLE = "QuantWM - one world, three caches"
@@ -45,7 +45,7 @@ def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
         handlers.closed(request.session_hash)
 
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 3600)) as demo:
-        stage = Stage(
+        stage = make_stage(
             wire.hello_message(backend.catalogue(), None),
             [
                 handlers.control,
@@ -77,7 +77,6 @@ def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
         return FileResponse(found[0], filename=found[1], media_type="application/zip")
 
     options = {
-        "share": False,
         "theme": make_theme(),
         "head": make_head(),
         "footer_links": [],

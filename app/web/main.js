@@ -360,8 +360,8 @@ function refresh() {
 }
 
 const VEILS = {
-  idle: () => ["Walk through a dreamed world", "Hold W A S D or the arrow keys. Each cache below " +
-    "sees the same keys and the same noise; what differs is what it remembers.", "Drive"],
+  idle: () => ["Walk through a dreamed world", "Hold W A S D or the arrow keys. Every cache gets " +
+    "the same keys and the same noise; what differs is how it remembers.", "Drive"],
   joining: () => ["One moment", "Asking for the world.", ""],
   queued: () => ["You are number " + state.place + " in line",
     "The world serves one visitor at a time. Yours starts by itself when it is free.", "Leave the line"],
@@ -437,7 +437,7 @@ function showFigures(block) {
   state.rate = [...state.rate.slice(-3), [shown, possible]];
   const mean = (index) => state.rate.reduce((total, item) => total + item[index], 0) / state.rate.length;
   say("fps", mean(0).toFixed(1));
-  say("possible", "of " + mean(1).toFixed(1) + " possible");
+  say("possible", " / " + mean(1).toFixed(1));
   if (block.seq && state.pressedAt && block.t >= Math.floor(state.pressedAt)) {
     say("latency", millis(performance.now() - state.pressedAt));
     state.pressedAt = 0;
