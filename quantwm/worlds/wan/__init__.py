@@ -1,0 +1,1 @@
+"""The Wan family: one causal backbone for four published world models."""

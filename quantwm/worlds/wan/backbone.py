@@ -1,0 +1,285 @@
+"""The causal Wan transformer that four model families share, on diffusers' parameter names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from quantwm.errors import UserError
+from quantwm.worlds.wan.action_module import ActionModule, ActionPass
+from quantwm.worlds.wan.config import WanConfig
+from quantwm.worlds.wan.layers import (
+    Embedding,
+    FeedForward,
+    ImageEmbedding,
+    RMSNorm,
+    layer_norm,
+    linear,
+    linear_fp32,
+    sinusoid,
+)
+
+ContextKV = tuple[tuple[torch.Tensor, torch.Tensor], ...]
+"""Cross-attention keys and values of every layer, each [heads, rows, head_dim]."""
+
+
+class SelfAttention(Protocol):
+    """Owns positions and history: the backbone hands it un-rotated q, k, v of the chunk."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k, v: [heads, N, head_dim] -> one [heads, N, head_dim], two with a PRoPE branch."""
+        ...
+
+
+@dataclass
+class Pass:
+    """What one forward pass needs besides the latents.
+
+    Attributes:
+        timesteps: [F] per latent frame, on the 0..1000 scale.
+        attention: self-attention over history and chunk.
+        context: cross-attention keys and values (see CausalWan.context_kv).
+        camera: [N, width] embedded camera condition (see CausalWan.camera_rows).
+        labels: [F] integer action labels of the PRoPE models.
+        action: Matrix-Game-2's action rows and their caches.
+    """
+
+    timesteps: torch.Tensor
+    attention: SelfAttention
+    context: ContextKV
+    camera: torch.Tensor | None = None
+    labels: torch.Tensor | None = None
+    action: ActionPass | None = None
+
+
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[N, heads * D] -> [heads, N, D]."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def merge_heads(x: torch.Tensor) -> torch.Tensor:
+    """[heads, N, D] -> [N, heads * D]."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def per_frame(vector: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[F, C] -> [F * tokens, C], every frame's row repeated for its tokens."""
+    frames, width = vector.shape
+    return vector[:, None].expand(frames, tokens, width).reshape(frames * tokens, width)
+
+
+class Attention(nn.Module):
+    """Projections and norms of one attention; qk-norm runs over the whole width."""
+
+    def __init__(self, width: int, heads: int, prope: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_q = RMSNorm(width)
+        self.norm_k = RMSNorm(width)
+        self.to_q = nn.Linear(width, width)
+        self.to_k = nn.Linear(width, width)
+        self.to_v = nn.Linear(width, width)
+        self.to_out = nn.ModuleList([nn.Linear(width, width)])
+        if prope:
+            self.to_out_prope = nn.ModuleList([nn.Linear(width, width)])
+
+    def queries(self, x: torch.Tensor) -> torch.Tensor:
+        return split_heads(self.norm_q(linear(self.to_q, x)), self.heads)
+
+    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = self.norm_k(linear(self.to_k, x))
+        return split_heads(k, self.heads), split_heads(linear(self.to_v, x), self.heads)
+
+    def output(self, *branches: torch.Tensor) -> torch.Tensor:
+        out = linear(self.to_out[0], merge_heads(branches[0]))
+        if len(branches) == 2:
+            out = out + linear(self.to_out_prope[0], merge_heads(branches[1]))
+        return out
+
+
+class Block(nn.Module):
+    """Self-attention, camera, cross-attention, actions, feed-forward; each where configured."""
+
+    def __init__(self, config: WanConfig, index: int) -> None:
+        super().__init__()
+        width = config.width
+        self.index = index
+        self.rules = config.rules
+        self.attn1 = Attention(width, config.heads, config.prope)
+        self.attn2 = Attention(width, config.heads, prope=False)
+        self.norm2 = nn.LayerNorm(width)
+        self.ffn = FeedForward(width, config.ffn_dim, width, tanh=True)
+        self.scale_shift_table = nn.Parameter(torch.zeros(1, 6, width))
+        self.camera = config.camera
+        if config.camera:
+            self.cam_injector_layer1 = nn.Linear(width, width)
+            self.cam_injector_layer2 = nn.Linear(width, width)
+            self.cam_scale_layer = nn.Linear(width, width)
+            self.cam_shift_layer = nn.Linear(width, width)
+        if config.action is not None and index in config.action.layers:
+            self.action_model = ActionModule(config.action, width)
+
+    def forward(self, x: torch.Tensor, modulation: torch.Tensor, inputs: Pass) -> torch.Tensor:
+        """x: [N, width]; modulation: [F, 6, width] -> [N, width]."""
+        tokens = x.shape[0] // modulation.shape[0]
+        table = self.scale_shift_table
+        vectors = (table.float() if self.rules.modulation_fp32 else table) + modulation
+        shift1, scale1, gate1, shift2, scale2, gate2 = (
+            per_frame(vector, tokens) for vector in vectors.unbind(1)
+        )
+        hidden = self._modulated(x, shift1, scale1)
+        q = self.attn1.queries(hidden)
+        k, v = self.attn1.keys_values(hidden)
+        attended = self.attn1.output(*inputs.attention(self.index, q, k, v))
+        x = self._added(x, attended * gate1)
+        if self.camera and inputs.camera is not None:
+            x = self._with_camera(x, inputs.camera)
+        x = x + self._cross_attention(self._norm(x, self.norm2), inputs.context[self.index])
+        if inputs.action is not None and hasattr(self, "action_model"):
+            x = self.action_model(self.index, x, inputs.action)
+        return self._added(x, self.ffn(self._modulated(x, shift2, scale2)) * gate2)
+
+    def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        if not self.rules.modulation_fp32:
+            return layer_norm(x) * (1 + scale) + shift
+        # Under autocast the norm of a BF16 stream is rounded before it is modulated.
+        normed = self._norm(x).float() if self.rules.residual_fp32 else layer_norm(x.float())
+        return (normed * (1 + scale) + shift).to(x.dtype)
+
+    def _norm(self, x: torch.Tensor, affine: nn.LayerNorm | None = None) -> torch.Tensor:
+        return layer_norm(x, affine, fp32=self.rules.modulation_fp32)
+
+    def _added(self, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        total = x + update
+        return total if self.rules.residual_fp32 else total.to(x.dtype)
+
+    def _with_camera(self, x: torch.Tensor, camera: torch.Tensor) -> torch.Tensor:
+        hidden = linear(self.cam_injector_layer2, F.silu(linear(self.cam_injector_layer1, camera)))
+        hidden = hidden + camera
+        scale, shift = linear(self.cam_scale_layer, hidden), linear(self.cam_shift_layer, hidden)
+        return (1 + scale) * x + shift
+
+    def _cross_attention(
+        self, x: torch.Tensor, context: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        k, v = context
+        q = self.attn2.queries(x)
+        return self.attn2.output(F.scaled_dot_product_attention(q[None], k[None], v[None])[0])
+
+
+class ConditionEmbedder(nn.Module):
+    """Time, context and action-label embeddings."""
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.time_embedder = Embedding(config.freq_dim, width, gelu=False)
+        self.time_proj = nn.Linear(width, 6 * width)
+        if config.context == "text":
+            self.text_embedder = Embedding(config.context_dim, width, gelu=True)
+        else:
+            self.image_embedder = ImageEmbedding(config.context_dim, width)
+        if config.prope:
+            self.action_embedder = Embedding(config.freq_dim, width, gelu=False)
+
+
+class CausalWan(nn.Module):
+    """The transformer: latents of a chunk in, flow of the chunk out, batch of one.
+
+    Constructible on the meta device; holds no buffers.
+    """
+
+    def __init__(self, config: WanConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.patch_embedding = nn.Conv3d(config.in_channels, width, (1, 2, 2), (1, 2, 2))
+        self.condition_embedder = ConditionEmbedder(config)
+        self.blocks = nn.ModuleList([Block(config, index) for index in range(config.layers)])
+        self.proj_out = nn.Linear(width, 4 * config.out_channels)
+        self.scale_shift_table = nn.Parameter(torch.zeros(1, 2, width))
+        if config.camera:
+            self.patch_embedding_wancamctrl = nn.Linear(4 * config.camera_channels, width)
+            self.c2ws_hidden_states_layer1 = nn.Linear(width, width)
+            self.c2ws_hidden_states_layer2 = nn.Linear(width, width)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.proj_out.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.proj_out.weight.device
+
+    def context_kv(self, rows: torch.Tensor) -> ContextKV:
+        """rows: [n, context_dim] text or image features -> cross-attention K/V of every layer.
+
+        Text rows are filled up with zero rows to context_len, which the cross-attention sees.
+        """
+        config = self.config
+        rows = rows.to(self.dtype)
+        if len(rows) > config.context_len:
+            raise UserError(f"at most {config.context_len} context rows, got {len(rows)}")
+        if config.context == "text":
+            rows = F.pad(rows, (0, 0, 0, config.context_len - len(rows)))
+            rows = self.condition_embedder.text_embedder(rows)
+        else:
+            rows = self.condition_embedder.image_embedder(rows)
+        return tuple(block.attn2.keys_values(rows) for block in self.blocks)
+
+    def camera_rows(self, embedding: torch.Tensor) -> torch.Tensor:
+        """Camera embedding [camera_channels, F, H, W] -> [N, width], once per chunk."""
+        channels, frames, height, width = embedding.shape
+        cells = embedding.to(self.dtype).reshape(channels, frames, height // 2, 2, width // 2, 2)
+        rows = cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, 4 * channels)
+        rows = linear(self.patch_embedding_wancamctrl, rows)
+        hidden = F.silu(linear(self.c2ws_hidden_states_layer1, rows))
+        return rows + linear(self.c2ws_hidden_states_layer2, hidden)
+
+    def forward(self, latents: torch.Tensor, inputs: Pass) -> torch.Tensor:
+        """latents: [in_channels, F, H, W] -> flow [out_channels, F, H, W]."""
+        frames, height, width = latents.shape[1:]
+        x = self.patch_embedding(latents[None].to(self.dtype))[0].flatten(1).T.contiguous()
+        time, modulation = self._times(inputs)
+        for block in self.blocks:
+            x = block(x, modulation, inputs)
+        return self._head(x, time, (frames, height // 2, width // 2))
+
+    def _times(self, inputs: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+        """Time vector [F, width] and modulation [F, 6, width]."""
+        rules, embedder = self.config.rules, self.condition_embedder
+        # Autocast models keep the whole time path in FP32, the others in the weights' dtype.
+        fp32 = rules.residual_fp32
+        wave = sinusoid(inputs.timesteps, self.config.freq_dim, rules.sinusoid_fp64)
+        time = embedder.time_embedder(wave.float() if fp32 else wave.to(self.dtype), fp32=fp32)
+        if inputs.labels is not None:
+            wave = sinusoid(inputs.labels, self.config.freq_dim, rules.sinusoid_fp64)
+            time = time + embedder.action_embedder(wave.to(self.dtype))
+        apply = linear_fp32 if fp32 else linear
+        modulation = apply(embedder.time_proj, F.silu(time)).unflatten(1, (6, -1))
+        return time, modulation.float() if rules.modulation_fp32 else modulation
+
+    def _head(
+        self, x: torch.Tensor, time: torch.Tensor, grid: tuple[int, int, int]
+    ) -> torch.Tensor:
+        rules = self.config.rules
+        table = self.scale_shift_table.float() if rules.modulation_fp32 else self.scale_shift_table
+        tokens = grid[1] * grid[2]
+        shift, scale = (per_frame(vector, tokens) for vector in (table + time[:, None]).unbind(1))
+        normed = layer_norm(x.float() if rules.modulation_fp32 else x)
+        x_dtype = x.dtype
+        x = normed * (1 + scale) + shift
+        x = (
+            linear_fp32(self.proj_out, x)
+            if rules.residual_fp32
+            else linear(self.proj_out, x.to(x_dtype))
+        )
+        frames, rows, columns = grid
+        patches = x.reshape(frames, rows, columns, 2, 2, -1)
+        return patches.permute(5, 0, 1, 3, 2, 4).reshape(-1, frames, 2 * rows, 2 * columns)

@@ -1,0 +1,137 @@
+"""Self-forcing rollout: denoise a chunk against the cache, then write it with a clean pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantwm.cache.kv_cache import KVCache
+from quantwm.worlds.wan.action_module import ActionPass, action_windows
+from quantwm.worlds.wan.attention import AbsoluteAttention, Grid, StreamHistory
+from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Pass
+from quantwm.worlds.wan.schedules import Step, add_noise, to_x0
+
+Renoise = Callable[[int], torch.Tensor]
+"""Step index -> fresh noise [F, C, H, W] that turns x0 of the step before into its input."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One denoising step: timestep, input, flow and x0, tensors [F, C, H, W]."""
+
+    timestep: float
+    x: torch.Tensor
+    flow: torch.Tensor
+    x0: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a chunk is conditioned on besides its prompt.
+
+    Attributes:
+        channels: [C, F, H, W] joined behind the latents (mask and image latent).
+        camera: [camera_channels, F, H, W] Pluecker embedding.
+        keyboard, mouse: [rows, dim] action rows from the start of the rollout on.
+    """
+
+    channels: torch.Tensor | None = None
+    camera: torch.Tensor | None = None
+    keyboard: torch.Tensor | None = None
+    mouse: torch.Tensor | None = None
+
+
+class SelfForcing:
+    """One lane's rollout. Latents are [F, C, H, W]; FP32 where the model keeps FP32 residuals,
+    otherwise in the dtype of the weights."""
+
+    def __init__(self, model: CausalWan, cache: KVCache, context: ContextKV, grid: Grid) -> None:
+        self.model, self.cache, self.context, self.grid = model, cache, context, grid
+        self.clean_timestep = 0.0
+
+    @property
+    def latent_dtype(self) -> torch.dtype:
+        return torch.float32 if self.model.config.rules.residual_fp32 else self.model.dtype
+
+    def denoise(
+        self,
+        first_frame: int,
+        noise: torch.Tensor,
+        steps: Sequence[Step],
+        renoise: Renoise,
+        conditions: Conditions,
+    ) -> list[StepTrace]:
+        """Denoise the chunk at first_frame; the cache's history is left as it was."""
+        x = noise.to(self.latent_dtype)
+        trace: list[StepTrace] = []
+        self.cache.begin_chunk(first_frame, len(x))
+        try:
+            camera = self._camera(conditions)
+            for index, step in enumerate(steps):
+                if index:
+                    x = add_noise(trace[-1].x0, renoise(index), step.renoise_sigma)
+                flow = self._flow(first_frame, x, step.timestep, conditions, camera, clean=False)
+                trace.append(StepTrace(step.timestep, x, flow, to_x0(x, flow, step.sigma)))
+        finally:
+            self.cache.abort_chunk()
+        return trace
+
+    def commit(
+        self, first_frame: int, latents: torch.Tensor, conditions: Conditions
+    ) -> torch.Tensor:
+        """Clean pass: the chunk's keys and values become history. Returns the unused flow."""
+        x = latents.to(self.latent_dtype)
+        self.cache.begin_chunk(first_frame, len(x))
+        try:
+            camera = self._camera(conditions)
+            flow = self._flow(first_frame, x, self.clean_timestep, conditions, camera, clean=True)
+            self.cache.finalize_chunk()
+        finally:
+            self.cache.abort_chunk()
+        return flow
+
+    def _camera(self, conditions: Conditions) -> torch.Tensor | None:
+        return None if conditions.camera is None else self.model.camera_rows(conditions.camera)
+
+    def _flow(
+        self,
+        first_frame: int,
+        x: torch.Tensor,
+        timestep: float,
+        conditions: Conditions,
+        camera: torch.Tensor | None,
+        clean: bool,
+    ) -> torch.Tensor:
+        frames = len(x)
+        latents = x.transpose(0, 1)
+        if conditions.channels is not None:
+            latents = torch.cat([latents, conditions.channels.to(x.dtype)])
+        inputs = Pass(
+            timesteps=torch.full((frames,), timestep, device=x.device),
+            attention=AbsoluteAttention(self.cache, first_frame, frames, self.grid, clean),
+            context=self.context,
+            camera=camera,
+            action=self._action(first_frame, frames, conditions, clean),
+        )
+        return self.model(latents, inputs).transpose(0, 1)
+
+    def _action(
+        self, first_frame: int, frames: int, conditions: Conditions, clean: bool
+    ) -> ActionPass | None:
+        config = self.model.config.action
+        if config is None or conditions.keyboard is None:
+            return None
+        mouse = conditions.mouse
+
+        def windows(rows: torch.Tensor) -> torch.Tensor:
+            return action_windows(rows.to(self.model.dtype), first_frame, frames, config)
+
+        return ActionPass(
+            keyboard=windows(conditions.keyboard),
+            mouse=None if mouse is None else windows(mouse),
+            first_frame=first_frame,
+            keyboard_history=StreamHistory(self.cache, "keyboard", clean),
+            mouse_history=None if mouse is None else StreamHistory(self.cache, "mouse", clean),
+        )
