@@ -52,9 +52,9 @@ class Case:
 
 def make_case(
     heads: int, tokens: int, dim: int, count: int, group_size: int, rank: int,
-    device: torch.device | str, seed: int = 0,
+    device: torch.device | str, seed: int = 0, extremes: bool = True,
 ) -> Case:  # fmt: skip
-    """Clustered keys with outlier channels, one exact hit, one huge and one tiny residual."""
+    """Clustered keys with outlier channels; extremes: an exact hit, a huge and a tiny residual."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -66,8 +66,9 @@ def make_case(
     outliers = 1 + 4 * (torch.rand(heads, 1, dim, generator=generator) > 0.9)
     x = (chosen + normal(heads, tokens, dim) * outliers).to(torch.bfloat16)
     centroids = means.to(torch.bfloat16)
-    x[:, 0] = centroids[:, 0]
-    if tokens > 2:
+    if extremes:
+        x[:, 0] = centroids[:, 0]
+    if extremes and tokens > 2:
         x[:, 1] = centroids[:, 0] * 900
         x[:, 2] = (centroids[:, 0].float() * (1 + 2.0**-7)).to(torch.bfloat16)
     weights = torch.rand(heads, dim, generator=generator) * 2 + 0.05

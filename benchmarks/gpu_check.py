@@ -1,0 +1,189 @@
+"""`gpu-check`: every kernel against the reference at real sizes on a GPU, then the codec bench."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import codec
+from benchmarks.agreement import Disagreement, agree, make_case, require
+from benchmarks.guards import guarded_allocations
+from benchmarks.timing import hardware
+from quantwm.cache import explain, make_format
+from quantwm.cache.dispatch import ops_for
+from quantwm.cache.formats import QueryGuide
+
+FULL_SIZE = (40, 4680, 128, 256, 64, 8)  # heads, tokens, head dim, centroids, group size, rank
+ODD_SIZES = (
+    (3, 192, 128, 64, 64, 8),
+    (2, 63, 64, 100, 16, 3),
+    (1, 2000, 256, 256, 128, 32),
+    (5, 1, 128, 3, 32, 1),
+    (24, 880, 256, 256, 64, 8),
+)
+
+
+def check_full_size(device: torch.device) -> None:
+    with guarded_allocations():
+        agree(ops_for(device), make_case(*FULL_SIZE, device))
+
+
+def check_odd_sizes(device: torch.device) -> None:
+    for shape in ODD_SIZES:
+        for clip in (1.0, 0.65):
+            with guarded_allocations():
+                agree(ops_for(device), make_case(*shape, device, seed=7), clip)
+
+
+def check_two_runs_are_bit_equal(device: torch.device) -> None:
+    """fit, encode and decode of both formats, twice, with other work between."""
+    case = make_case(*FULL_SIZE, device, seed=3)
+    guide = QueryGuide(case.weights, case.basis, case.eigenvalues)
+    for name in ("qvg", "quantwm"):
+        fmt = make_format(name)
+        runs = []
+        for _ in range(2):
+            codebook = fmt.fit(case.x, torch.Generator().manual_seed(5), None)
+            span = fmt.encode(case.x, codebook, "keys", guide)
+            out = torch.empty(case.x.shape, dtype=torch.bfloat16, device=device)
+            fmt.decode_into(span, out, 0, 0, case.x.shape[1])
+            runs.append([t for part in fmt.parts(span).values() for t in part] + [out])
+            torch.randn(1 << 24, device=device).sort()
+        for first, second in zip(*runs, strict=True):
+            same = torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+            require(same, f"{name}: two runs differ")
+
+
+def check_offsets_past_2_31(device: torch.device) -> None:
+    """40 heads x 430,000 tokens x 128 = 2.2e9 elements: the last head against itself alone."""
+    heads, tokens, dim = 40, 430_000, 128
+    require(heads * tokens * dim > 2**31, "the case does not pass 2^31")
+    generator = torch.Generator(device=device).manual_seed(1)
+    x = torch.empty(heads, tokens, dim, dtype=torch.bfloat16, device=device)
+    x.normal_(generator=generator)
+    case = make_case(heads, 8, dim, 64, 64, 8, device)
+    ops, last = ops_for(device), slice(heads - 1, heads)
+    given = (case.centroids, case.weights, case.basis, case.eigenvalues)
+    alone = tuple(t[last].contiguous() for t in given)
+    results = []
+    for rows, (centroids, weights, basis, eigenvalues) in ((x, given), (x[last], alone)):
+        ids = ops.assign_qsac(rows, centroids, weights, 64, 4)
+        means = ops.update(rows, ids, centroids)
+        packed = ops.encode_quantwm(rows, ids, centroids, 64, 1.0, basis, eigenvalues)
+        codes, scales, secondary, zeros, coefficients, row_scales = packed
+        stops = torch.tensor([tokens], dtype=torch.int32, device=device)
+        out = torch.full_like(rows, torch.nan)
+        ops.decode_quantwm_into(
+            out, 0, codes, ids, centroids, scales, secondary.unsqueeze(1), stops, zeros, 64,
+            coefficients, row_scales, basis, 0, 0, tokens,
+        )  # fmt: skip
+        ternary = ops.encode_qvg(rows, ids, centroids, 64)
+        again = torch.full_like(rows, torch.nan)
+        ops.decode_qvg_into(again, 0, ternary[0], ids, centroids, ternary[1], 64, 0, tokens)
+        parts = (ids, means, *packed, out, *ternary, again)
+        results.append([t[-1:].clone() for t in parts if t is not None])
+        require(not (out.isnan().any() or again.isnan().any()), "a token was left unwritten")
+        del out, again, parts
+    for many, one in zip(*results, strict=True):
+        require(torch.equal(many.view(torch.uint8), one.view(torch.uint8)), "the last head differs")
+
+
+def check_no_recompilation(device: torch.device) -> None:
+    """20 growing lengths, chunk after chunk: each kernel is compiled at most twice."""
+    from triton import knobs
+
+    compiled: Counter[str] = Counter()
+
+    def note(**event: Any) -> None:
+        compiled[str(event["fn"].name)] += 1
+
+    previous = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        for step in range(20):
+            # A centroid count of its own, so that earlier checks cannot have compiled for it.
+            case = make_case(2, 97 + 61 * step, 128, 48, 32, 5, device)
+            guide = QueryGuide(case.weights, case.basis, case.eigenvalues)
+            for name in ("qvg", "quantwm"):
+                fmt = make_format(name, centroids=48, group_size=32)
+                codebook = fmt.fit(case.x, torch.Generator().manual_seed(0), None)
+                span = fmt.encode(case.x, codebook, "keys", guide)
+                span = fmt.join(span, fmt.encode(case.x, codebook, "keys", guide))
+                tokens = fmt.tokens(span)
+                out = torch.empty(2, tokens + step, 128, dtype=torch.bfloat16, device=device)
+                fmt.decode_into(span, out, step, step, tokens)
+    finally:
+        knobs.runtime.jit_post_compile_hook = previous
+    print(f"    compilations over 20 lengths: {dict(compiled)}")
+    # assign_kernel has two variants in this walk: k-means (float32 centroids) and encoding, each
+    # with and without QSAC's candidates.
+    for name, count in compiled.items():
+        variants = 3 if "assign" in name or "prepare" in name else 1
+        require(count <= 2 * variants, f"{name} was compiled {count} times")
+
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {
+    "full-size": check_full_size,
+    "odd-sizes": check_odd_sizes,
+    "bit-equal": check_two_runs_are_bit_equal,
+    "past-2^31": check_offsets_past_2_31,
+    "no-recompilation": check_no_recompilation,
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    codec.arguments(parser)
+    parser.add_argument("--out", type=Path, help="folder for gpu_check.json and gpu_check.txt")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """All checks even when one fails, then the benchmark; `ok` says whether all held."""
+    device = torch.device("cuda")
+    print(f"{hardware(device)}; {explain(device)}", flush=True)
+    checks = {name: _passes(name, check, device) for name, check in CHECKS.items()}
+    result: dict[str, Any] = {"benchmark": "gpu-check", "checks": checks}
+    result["ok"] = all(check["ok"] for check in checks.values())
+    options.skip_gate = False
+    try:
+        result["codec"] = codec.run(options)
+    except Disagreement as wrong:
+        result["codec"] = None
+        result["ok"] = False
+        print(f"codec not timed: {wrong}", flush=True)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "gpu_check.json").write_text(json.dumps(result, indent=1))
+        (options.out / "gpu_check.txt").write_text(table(result))
+    return result
+
+
+def _passes(
+    name: str, check: Callable[[torch.device], None], device: torch.device
+) -> dict[str, Any]:
+    began, failure = time.perf_counter(), None
+    try:
+        check(device)
+        torch.cuda.synchronize()
+    except Exception as error:  # reported in full and counted; the other checks still run
+        failure = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    torch.cuda.empty_cache()
+    seconds = round(time.perf_counter() - began, 1)
+    print(f"{'ok  ' if failure is None else 'FAIL'} {name} ({seconds} s)", flush=True)
+    return {"ok": failure is None, "seconds": seconds, "failure": failure}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        f"{'ok  ' if check['ok'] else 'FAIL'} {name} {check['failure'] or ''}"
+        for name, check in result["checks"].items()
+    ]
+    return "\n".join(lines) + ("\n" + codec.table(result["codec"]) if result["codec"] else "")
