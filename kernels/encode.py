@@ -53,7 +53,7 @@ def encode_ternary_kernel(
     scale_bytes = e4m3_byte(tl.max(tl.abs(r), axis=2))
     scale = e4m3_value(scale_bytes)[:, :, None]
     up = (r >= 0.5 * scale) & (scale > 0)
-    down = (r < -0.5 * scale) & (scale > 0)
+    down = (r <= -0.5 * scale) & (scale > 0)
     codes = 1 + up.to(tl.int32) - down.to(tl.int32)
     _store_codes(codes_ptr, codes, head, rows, n_tokens, BLOCK_N, D)
     groups: tl.constexpr = D // GROUP

@@ -2,7 +2,8 @@
 
 Both work on float32 residuals [H, N, D] in groups of `group_size` channels of one token, and both
 quantize against the scale as it is stored, so that rounding the scale does not add to the error.
-Rounding is floor(x + 0.5) everywhere: Triton's interpreter has no rint, and both must agree.
+Rounding is floor(x + 0.5), because Triton's interpreter has no rint and both must agree; QVG's
+ternary code rounds halves away from zero, as its public code does.
 """
 
 from __future__ import annotations
@@ -67,5 +68,6 @@ def quantize_ternary(residual: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     groups = residual.to(torch.bfloat16).float().unflatten(-1, (-1, group_size))
     largest = groups.abs().amax(dim=-1).clamp(max=E4M3_MAX)
     scales = largest.to(torch.float8_e4m3fn)
-    values = round_half_up(_safe_divide(groups, scales.float().unsqueeze(-1))).clamp(-1, 1)
-    return (values + 1).to(torch.uint8).flatten(-2), scales
+    ratio = _safe_divide(groups, scales.float().unsqueeze(-1))
+    codes = 1 + (ratio >= 0.5).to(torch.uint8) - (ratio <= -0.5).to(torch.uint8)
+    return codes.flatten(-2), scales

@@ -73,8 +73,7 @@ class KVCache:
         plain = fmt if self._stored == torch.float32 else BF16
         shared = {"device": device, "dtype": dtype, "workspace": self.workspace, "seed": seed}
         self._companions = {
-            name: KVCache(companion, plain, policy, **shared)
-            for name, companion in spec.companions
+            name: KVCache(companion, plain, policy, **shared) for name, companion in spec.companions
         }
         self._generator = torch.Generator()
         self.reset()
