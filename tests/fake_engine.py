@@ -36,7 +36,7 @@ SPEC = WorldSpec(
     format_settings={},
     latent_shape=(16, 12, 16),
     video_size=(WIDTH, HEIGHT),
-    fps=8.75,
+    fps=40.0,
     frames_per_latent=1,
     keys={
         "w": "walk",

@@ -1,0 +1,502 @@
+"""The page in headless Chromium: real key events, a deterministic engine, and once the real world.
+
+Chromium is taken from QUANTWM_CHROMIUM or the usual places. Without it these tests are skipped,
+except under CI=true, where that is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.browser
+
+WAIT = 15_000
+PHASE = '.qwm[data-phase="{}"]'
+
+BAR_CODES = """() => [...document.querySelectorAll('.qwm-screen canvas')].map((canvas) => {
+  const row = canvas.getContext('2d').getImageData(0, canvas.height - 4, canvas.width, 1).data;
+  let number = 0;
+  for (let bit = 0; bit < 16; bit += 1) if (row[(bit * 8 + 4) * 4] > 127) number += 1 << bit;
+  return number;
+})"""
+
+SYNC = """() => new Promise((done) => {
+  const read = BAR_CODES;
+  const seen = [];
+  const look = () => {
+    seen.push(read());
+    if (seen.length < 90) requestAnimationFrame(look); else done(seen);
+  };
+  requestAnimationFrame(look);
+})""".replace("BAR_CODES", BAR_CODES)
+
+
+def missing(reason: str) -> None:
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}; under CI=true the page must be driven")
+    pytest.skip(reason)
+
+
+def chromium() -> str:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = os.environ.get("QUANTWM_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if not found:
+        missing("Chromium was not found (apt-get install chromium, or set QUANTWM_CHROMIUM)")
+    return str(found)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(backend: object) -> SimpleNamespace:
+    from app.ui import build
+
+    demo, options = build(backend)
+    port = free_port()
+    demo.launch(server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, **options)
+    return SimpleNamespace(
+        url=f"http://127.0.0.1:{port}/",
+        demo=demo,
+        backend=backend,
+        sessions=demo.quantwm.sessions,
+    )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[object]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    path = chromium()
+    with playwright.sync_playwright() as engine:
+        arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        browser = engine.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    pytest.importorskip("gradio", reason="pip install gradio")
+    from fake_engine import FakeBackend
+
+    served = serve(FakeBackend(tmp_path_factory.mktemp("scenes")))
+    yield served
+    served.demo.close()
+
+
+@pytest.fixture
+def open_page(browser, server) -> Iterator[Callable[..., object]]:
+    """Opens a page in a context of its own; afterwards the server must be empty again."""
+    contexts = []
+    faults: list[str] = []
+
+    def opened(url: str = server.url, **options: object) -> object:
+        options = {"viewport": {"width": 1280, "height": 860}, **options}
+        context = browser.new_context(**options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda request: faults.extend(outside(request.url)))
+        page.goto(url)
+        page.wait_for_selector(".qwm-key")
+        return page
+
+    server.backend.fail = None
+    server.backend.gate.set()
+    yield opened
+    server.backend.gate.set()
+    for context in contexts:
+        context.close()
+    assert faults == []
+    until(lambda: server.sessions.census()["sessions"] == 0, "sessions closed")
+    until(lambda: server.sessions.census()["holding"] == 0, "the world is free")
+    assert server.sessions.census()["slots"] == 0
+
+
+def outside(url: str) -> list[str]:
+    local = url.startswith(("http://127.0.0.1", "data:", "blob:"))
+    return [] if local else [f"request to {url}"]
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {seconds:g} s: {what}")
+        time.sleep(0.02)
+
+
+def drive(page) -> None:
+    page.click('[data-do="veil"]')
+    page.wait_for_selector(PHASE.format("live"))
+
+
+def engine_of(server):
+    return server.backend.engines[-1]
+
+
+def keys_now(server) -> frozenset[str]:
+    """Keys of the newest chunk."""
+    actions = engine_of(server).actions
+    return actions[-1].frames[0] if actions else frozenset()
+
+
+def test_keys_down_and_up_reach_the_engine(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    until(lambda: engine_of(server).actions, "the world runs by itself while the stage has focus")
+    assert keys_now(server) == frozenset()
+    page.keyboard.down("KeyW")
+    until(lambda: keys_now(server) == {"w"}, "W held")
+    assert page.locator(".qwm-key.qwm-lit").count() == 2  # W and the arrow that means the same
+    page.keyboard.down("ArrowRight")
+    until(lambda: keys_now(server) == {"w", "right"}, "two keys held")
+    page.keyboard.up("KeyW")
+    until(lambda: keys_now(server) == {"right"}, "W released")
+    page.keyboard.up("ArrowRight")
+    until(lambda: keys_now(server) == frozenset(), "all released")
+    assert page.locator(".qwm-key.qwm-lit").count() == 0
+    assert page.evaluate("scrollY") == 0, "arrow keys must not scroll the page"
+
+
+def test_a_tap_shorter_than_a_chunk_still_moves(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    until(lambda: engine_of(server).actions, "running")
+    server.backend.engines[-1].delay = 0.4
+    before = len(engine_of(server).actions)
+    page.keyboard.press("KeyA", delay=15)
+    until(lambda: len(engine_of(server).actions) >= before + 3, "three more chunks")
+    tapped = [a for a in engine_of(server).actions[before:] if a.frames[0] == {"a"}]
+    assert len(tapped) == 1
+
+
+def test_leaving_the_stage_releases_and_pauses(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    for leave in (
+        lambda: page.keyboard.press("Escape"),
+        lambda: page.focus('[data-in="seed"]'),
+        lambda: page.evaluate("document.activeElement.blur()"),
+    ):
+        page.click(".qwm-lane >> nth=0")
+        page.keyboard.down("KeyW")
+        until(lambda: keys_now(server) == {"w"}, "W held")
+        leave()
+        page.wait_for_selector('.qwm[data-run="no"]')
+        assert page.locator(".qwm-key.qwm-lit").count() == 0
+        assert page.locator(".qwm-hint").is_visible()
+        assert not page.evaluate("document.activeElement.matches('.qwm-stage')")
+        page.keyboard.up("KeyW")
+        time.sleep(0.3)
+        made = len(engine_of(server).actions)
+        time.sleep(0.4)
+        assert len(engine_of(server).actions) == made, "a paused world must stand still"
+
+
+def test_window_blur_releases_the_keys(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    page.keyboard.down("KeyD")
+    until(lambda: keys_now(server) == {"d"}, "D held")
+    page.evaluate("window.dispatchEvent(new Event('blur'))")
+    until(lambda: keys_now(server) == frozenset(), "released")
+
+
+def test_dead_man_a_silent_page_holds_no_keys(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    page.keyboard.down("KeyW")
+    until(lambda: keys_now(server) == {"w"}, "W held")
+    page.context.set_offline(True)
+    session = next(iter(server.sessions._sessions.values()))
+    newest = server.sessions.desk.newest(session.slot)
+    time.sleep(2.2)
+    assert newest.keys == {"w"}
+    assert newest.effective(time.monotonic(), newest.seq) == frozenset()
+    page.context.set_offline(False)
+
+
+def test_typing_in_a_field_does_not_drive(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    page.keyboard.press("Escape")
+    page.focus('[data-in="seed"]')
+    time.sleep(0.3)
+    made = len(engine_of(server).actions)
+    page.keyboard.press("KeyW")
+    page.keyboard.press("ArrowUp")
+    time.sleep(0.4)
+    assert len(engine_of(server).actions) == made
+    assert page.input_value('[data-in="seed"]') == "1", "the arrow key belongs to the field"
+
+
+def test_pause_step_reset(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    until(lambda: len(engine_of(server).actions) >= 2, "running")
+    page.click('[data-do="drive"]')
+    page.wait_for_selector('.qwm[data-run="no"]')
+    time.sleep(0.3)
+    made = len(engine_of(server).actions)
+    page.click('[data-do="step"]')
+    until(lambda: len(engine_of(server).actions) == made + 1, "one step")
+    time.sleep(0.3)
+    assert len(engine_of(server).actions) == made + 1
+    page.click('[data-do="drive"]')
+    until(lambda: len(engine_of(server).actions) > made + 2, "drives on")
+    first = engine_of(server)
+    page.click('[data-do="reset"]')
+    until(lambda: engine_of(server) is not first, "a new run")
+    assert first.closed
+    page.wait_for_selector(PHASE.format("live"))
+    assert server.sessions.census()["holding"] == 1
+
+
+def test_one_chunk_a_press(open_page, server) -> None:
+    page = open_page(reduced_motion="reduce")
+    assert page.is_checked('[data-in="stepmode"]'), "reduced motion starts in step mode"
+    drive(page)
+    time.sleep(0.4)
+    assert engine_of(server).actions == []
+    for key in ("KeyW", "ArrowLeft"):
+        made = len(engine_of(server).actions)
+        page.keyboard.press(key, delay=20)
+        until(lambda made=made: len(engine_of(server).actions) == made + 1, "one chunk")
+    assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
+
+
+def test_on_screen_keys_by_touch(open_page, server) -> None:
+    page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    drive(page)
+    key = page.locator('[data-code="KeyW"]')
+    key.scroll_into_view_if_needed()
+    box = key.bounding_box()
+    assert box["width"] >= 44 and box["height"] >= 44
+    point = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
+    touch = page.context.new_cdp_session(page)
+    touch.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [point]})
+    until(lambda: keys_now(server) == {"w"}, "finger down")
+    touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
+    until(lambda: keys_now(server) == frozenset(), "finger up")
+
+
+def test_lanes_show_the_same_frame_at_every_moment(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    page.keyboard.down("KeyW")
+    until(lambda: len(engine_of(server).actions) >= 2, "running")
+    seen = page.evaluate(SYNC)
+    assert all(len(set(numbers)) == 1 for numbers in seen)
+    shown = [numbers[0] for numbers in seen]
+    assert shown == sorted(shown)
+    steps = set(np.diff(sorted(set(shown))).tolist())
+    assert steps == {1}, f"every frame is shown, none skipped: {steps}"
+
+
+def test_closing_the_page_frees_everything(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    until(lambda: len(engine_of(server).actions) >= 2, "running")
+    folder = next(iter(server.sessions._sessions.values())).folder.path
+    assert any(folder.iterdir())
+    page.close()
+    until(lambda: engine_of(server).closed, "the engine is closed")
+    until(lambda: server.sessions.census()["holding"] == 0, "the world is free")
+    until(lambda: not folder.exists(), "the session's files are gone")
+
+
+def test_second_visitor_waits_and_never_sees_the_first_world(open_page, server) -> None:
+    first = open_page()
+    drive(first)
+    first.keyboard.down("KeyW")
+    until(lambda: len(engine_of(server).actions) >= 2, "running")
+    mine = engine_of(server)
+    second = open_page()
+    second.click('[data-do="veil"]')
+    second.wait_for_selector(PHASE.format("queued"))
+    second.wait_for_function("document.querySelector('.qwm-card').innerText.includes('number 1')")
+    assert second.evaluate(BAR_CODES) == [0, 0, 0], "only the start scene's picture"
+    first.close()
+    second.wait_for_selector(PHASE.format("live"))
+    assert mine.closed
+    assert engine_of(server) is not mine
+
+
+def test_leaving_the_line(open_page, server) -> None:
+    first = open_page()
+    drive(first)
+    second = open_page()
+    second.click('[data-do="veil"]')
+    second.wait_for_selector(PHASE.format("queued"))
+    second.click('[data-do="veil"]')
+    second.wait_for_selector(PHASE.format("idle"))
+    until(lambda: server.sessions.census()["waiting"] == 0, "nobody waits")
+    engines = len(server.backend.engines)
+    first.close()
+    until(lambda: server.sessions.census()["holding"] == 0, "the world is free")
+    time.sleep(0.5)
+    assert len(server.backend.engines) == engines, "a ticket that left the line starts nothing"
+
+
+def test_download_holds_the_session(open_page, server, tmp_path: Path) -> None:
+    page = open_page()
+    assert page.is_disabled('[data-do="download"]')
+    drive(page)
+    page.keyboard.down("KeyW")
+    until(lambda: len(engine_of(server).actions) >= 3, "running")
+    with page.expect_download() as caught:
+        page.click('[data-do="download"]')
+    target = tmp_path / "session.zip"
+    caught.value.save_as(target)
+    with zipfile.ZipFile(target) as archive:
+        names = {Path(name).name: name for name in archive.namelist()}
+        assert {"session.json", "actions.ndjson", "metrics.csv", "preview.mp4"} <= set(names)
+        assert {"bf16.mkv", "qvg.mkv", "quantwm.mkv"} <= set(names)
+        session = json.loads(archive.read(names["session.json"]))
+        lines = archive.read(names["actions.ndjson"]).decode().splitlines()
+    assert session["complete"] is True
+    assert session["seed"] == 0
+    assert len(lines) == session["blocks"] >= 3
+    page.wait_for_selector(PHASE.format("live"))
+
+
+def test_mistakes_are_shown_and_nothing_is_lost(open_page, server) -> None:
+    page = open_page()
+    page.fill('[data-in="seed"]', "-3")
+    page.click('[data-do="veil"]')
+    page.wait_for_selector(".qwm-message:visible")
+    assert "seed must be a whole number from 0" in page.inner_text(".qwm-message")
+    assert page.input_value('[data-in="seed"]') == "-3"
+    page.fill('[data-in="seed"]', "13")
+    page.click('[data-do="veil"]')
+    page.wait_for_selector(PHASE.format("ended"))
+    assert "choose another" in page.inner_text(".qwm-message")
+    page.fill('[data-in="seed"]', "5")
+    drive(page)
+    assert engine_of(server).settings.seed == 5
+    page.fill('[data-in="steps"]', "0")
+    page.click('[data-do="apply"]')
+    page.wait_for_selector(".qwm-message:visible")
+    assert "denoising steps must be" in page.inner_text(".qwm-message").lower()
+    assert not engine_of(server).closed, "the world in use stays"
+
+
+def test_an_unexpected_error_tells_no_secrets(open_page, server) -> None:
+    page = open_page()
+    server.backend.fail = RuntimeError("secret path /etc/x")
+    page.click('[data-do="veil"]')
+    page.wait_for_selector(PHASE.format("ended"))
+    text = page.inner_text("body")
+    assert "secret" not in text and "Traceback" not in text
+    assert "something went wrong" in text.lower()
+
+
+def test_loading_is_named_with_progress_over_the_picture(open_page, server) -> None:
+    server.backend.gate.clear()
+    page = open_page()
+    page.click('[data-do="veil"]')
+    page.wait_for_function("document.querySelector('.qwm-card').innerText.includes('Reading')")
+    page.wait_for_function(
+        "document.querySelector('.qwm-progress').getAttribute('aria-valuenow') == 20"
+    )
+    total = page.evaluate(
+        "document.querySelector('canvas').getContext('2d').getImageData(0, 0, 128, 96).data"
+        ".reduce((sum, value) => sum + value, 0)"
+    )
+    assert total > 128 * 96 * 255 * 1.2, "the start scene is shown while the world loads"
+    server.backend.gate.set()
+    page.wait_for_selector(PHASE.format("live"))
+
+
+def test_choices_reach_the_engine(open_page, server, tmp_path: Path) -> None:
+    import imageio.v3 as iio
+
+    page = open_page()
+    page.click('[data-scene="gate"]')
+    page.fill('[data-in="seed"]', "7")
+    page.locator(".qwm-check", has_text="QVG").click()
+    page.locator(".qwm-segments label", has_text="Teacher").click()
+    assert page.locator(".qwm-screen").count() == 2
+    drive(page)
+    settings = engine_of(server).settings
+    assert (settings.scene, settings.seed, settings.mode) == ("gate", 7, "teacher")
+    assert settings.lanes == ("bf16", "quantwm")
+    picture = tmp_path / "mine.png"
+    iio.imwrite(picture, np.full((300, 400, 3), 90, np.uint8))
+    before = engine_of(server)
+    page.set_input_files('[data-in="file"]', picture)
+    until(lambda: engine_of(server) is not before, "the own picture starts a new run")
+    assert engine_of(server).settings.picture == 1
+    note = tmp_path / "note.png"
+    note.write_text("not a picture")
+    page.set_input_files('[data-in="file"]', note)
+    page.wait_for_selector(".qwm-message:visible")
+    assert "could not be read" in page.inner_text(".qwm-message")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 768, 1440])
+def test_layout_fits(open_page, server, scheme: str, width: int, tmp_path: Path) -> None:
+    page = open_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    drive(page)
+    until(lambda: engine_of(server).actions, "running")
+    page.wait_for_function("document.querySelector('[data-figure=kv]').innerText.includes('iB')")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    spilled = page.evaluate(
+        "() => [...document.querySelectorAll('.qwm *')].filter((node) => {"
+        "const box = node.getBoundingClientRect();"
+        "return box.width > 1 && box.height > 1 && box.right > innerWidth + 1;"
+        "}).map((node) => node.className)"
+    )
+    assert spilled == []
+    bottoms = page.evaluate(
+        "[...document.querySelectorAll('.qwm-screen')].map(n => n.getBoundingClientRect().bottom)"
+    )
+    assert max(bottoms) <= 844, "all lanes are in view at once"
+    ink = page.evaluate("getComputedStyle(document.querySelector('.qwm')).color")
+    bright = sum(map(int, ink[4:-1].split(","))) > 3 * 128
+    assert bright == (scheme == "dark")
+    page.screenshot(path=tmp_path / f"{scheme}-{width}.png")
+
+
+def test_the_real_embedded_world(open_page, browser) -> None:
+    registry = pytest.importorskip("quantwm.worlds.registry", reason="the library has no worlds")
+    import torch
+
+    from app.library import LibraryBackend
+
+    assert registry.world_spec("embedded").name == "embedded"
+    backend = LibraryBackend("embedded", ["bf16", "qvg", "quantwm"], torch.device("cpu"), steps=1)
+    served = serve(backend)
+    try:
+        page = open_page(served.url)
+        drive(page)
+        page.wait_for_function("document.querySelector('[data-out=tokens]').innerText > '0'")
+        start = page.inner_text('[data-out="tokens"]')
+        page.keyboard.down("KeyW")
+        page.wait_for_function(
+            "(start) => document.querySelector('[data-out=tokens]').innerText !== start",
+            arg=start,
+            timeout=60_000,
+        )
+        assert "MiB" in page.inner_text('[data-lane="quantwm"] [data-figure="kv"]')
+        assert page.locator('.qwm-legend [data-lane="qvg"]').count() == 1
+        page.close()
+        until(lambda: served.sessions.census()["holding"] == 0, "the world is free", 30)
+    finally:
+        served.demo.close()
