@@ -169,10 +169,14 @@ class KVCache:
         Raises RuntimeError outside a chunk or on a second clean pass, UserError on a bad shape,
         layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
         """
-        keys, values, past = self._layer(LayerWrite(layer, k, v, q, stream), clean)
+        write = LayerWrite(layer, k, v, q, stream)
+        keys, values, past = self._layer(write, clean)
         q = q.to(self.dtype)
         bias = score_bias(layer, stream, q, past) if score_bias is not None and past else None
-        return attention(q, keys, values, bias)
+        out = attention(q, keys, values, bias)
+        if clean:
+            self._write(write)
+        return out
 
     def gather(
         self,
@@ -192,7 +196,11 @@ class KVCache:
         """
         if stream in self._companions:
             return self._companions[stream].gather(layer, k, v, clean=clean, q=q)
-        return self._layer(LayerWrite(layer, k, v, q, stream), clean)[:2]
+        write = LayerWrite(layer, k, v, q, stream)
+        keys, values, _ = self._layer(write, clean)
+        if clean:
+            self._write(write)
+        return keys, values
 
     def finalize_chunk(self, keep_mask: Tensor | None = None) -> None:
         """Commit the open chunk; every layer and stream must have had its clean pass.
@@ -236,11 +244,10 @@ class KVCache:
         chunk = self._require_open("prefill")
         try:
             for write in writes:
-                slot = checks.slot_of(self.spec, write.layer, write.stream)
                 checks.check_shapes(self.spec, chunk.tokens, write)
-                if slot in chunk.writes:
+                if checks.slot_of(self.spec, write.layer, write.stream) in chunk.writes:
                     raise UserError(f"layer {write.layer} stream {write.stream} is given twice")
-                self._write(chunk, slot, write)
+                self._write(write)
             self.finalize_chunk(keep_mask)
         finally:
             self.abort_chunk()
@@ -311,8 +318,6 @@ class KVCache:
         keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
         self._decode(slot, keys, values, first_visible)
         keys[:, past:], values[:, past:] = write.k, write.v
-        if clean:
-            self._write(chunk, slot, write)
         return keys, values, past
 
     def _require_open(self, call: str) -> OpenChunk:
@@ -383,7 +388,10 @@ class KVCache:
             chunk.guide = guide_for(chunk, self._span, self.fmt, self.policy, self._statistics)
         return chunk.guide
 
-    def _write(self, chunk: OpenChunk, slot: int, write: LayerWrite) -> None:
+    def _write(self, write: LayerWrite) -> None:
+        """Encode one slot's share of the open chunk and hold it as pending."""
+        chunk = self._require_open("a clean pass")
+        slot = checks.slot_of(self.spec, write.layer, write.stream)
         q = write.q if self.fmt.uses_queries else None
         checks.check_finite(chunk, write, queries=q is not None)
         k, v = (t.to(self.device, self._stored) for t in (write.k, write.v))
