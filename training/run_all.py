@@ -117,7 +117,9 @@ class Run:
         self.metrics: dict[str, Any] = {}
         self.minutes: dict[str, float] = {}
         self.last_save = time.monotonic()
-        self.best_step = 0
+        self.continued_from: dict[str, Any] | None = None
+        if args.weights is not None:
+            self.continued_from = dict(read_manifest(args.weights).training)
 
     @property
     def checkpoint(self) -> Path:
@@ -138,6 +140,7 @@ class Run:
             "steps": state.step,
             "runs": state.runs,
             "metrics": self.metrics,
+            "continued_from": self.continued_from,
         }
 
 

@@ -189,6 +189,7 @@ def save_models(
         file_name = f"weights-{number}-of-{len(shards)}.safetensors"
         partial = folder / f".{file_name}.part"
         save_file({name: tensors[name] for name in names}, str(partial))
+        partial.chmod(0o644)
         path = partial.replace(folder / file_name)
         entry = {"name": file_name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
         files.append(entry)

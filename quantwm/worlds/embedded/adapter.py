@@ -1,0 +1,303 @@
+"""`EmbeddedWorld`: the World protocol over our own model; its attention goes through the cache."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.errors import UserError
+from quantwm.video import fit
+from quantwm.worlds.base import (
+    ChunkAction,
+    ChunkOutput,
+    LaneState,
+    Scene,
+    StartState,
+    WorldSpec,
+)
+from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
+from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
+from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
+from quantwm.worlds.embedded.rope import rope_tables
+from quantwm.worlds.embedded.sampler import sample
+from quantwm.worlds.embedded.scenes import list_scenes, load_scene
+from quantwm.worlds.embedded.transformer import Attend, Transformer
+from quantwm.worlds.embedded.weights import Progress, finish, load_models, read_manifest
+
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
+SPAN_TOKENS = 3072  # 16 chunks of 192 tokens share 64 centroids
+
+
+def world_spec(config: EmbeddedConfig, name: str = "embedded") -> WorldSpec:
+    """The WorldSpec that follows from a config."""
+    model = config.transformer
+    return WorldSpec(
+        name=name,
+        title="Embedded world: generated rooms",
+        licence="Weights Apache-2.0; learned from Freedoom art (BSD-3-Clause)",
+        source="assets/embedded, trained by training/",
+        cache=CacheSpec(
+            layers=model.layers,
+            heads=model.heads,
+            head_dim=model.head_dim,
+            tokens_per_frame=model.tokens_per_frame,
+            frames_per_chunk=model.frames_per_chunk,
+        ),
+        policy=CachePolicy(span_tokens=SPAN_TOKENS, window_frames=config.train_frames),
+        format_settings={"qvg": {"centroids": 64}, "quantwm": {"centroids": 64}},
+        latent_shape=model.latent_shape,
+        video_size=config.video_size,
+        fps=config.fps,
+        frames_per_latent=1,
+        keys=LEGEND,
+        default_steps={"cpu": config.sampler.cpu_steps, "cuda": config.sampler.cuda_steps},
+        context_frames=config.context_frames,
+    )
+
+
+SPEC = world_spec(PRESETS["shipped"])
+"""Of the shipped world, known before anything is loaded."""
+
+
+def load(
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+    assets: Path = ASSETS,
+) -> EmbeddedWorld:
+    """Checks and loads the shipped weights. dtype None: BF16 on a GPU, the faster one on a CPU."""
+    device = torch.device(device)
+    if dtype is None:
+        dtype = pick_cpu_dtype() if device.type == "cpu" else torch.bfloat16
+    _check_dtype(dtype)
+    manifest = read_manifest(assets / "embedded")
+    transformer, autoencoder = load_models(manifest, device, dtype, progress)
+    return EmbeddedWorld(
+        manifest.config, transformer, autoencoder, manifest.sha256, assets / "scenes"
+    )
+
+
+def pick_cpu_dtype(seconds: float = 0.05) -> torch.dtype:
+    """BF16 or float32, whichever multiplies this model's matrices faster on this CPU.
+
+    Without avx512_bf16 or AMX a BF16 pass takes 3.4 times as long as a float32 one (169 against
+    49 ms), with them a third (18 ms); the flags of a CPU do not say what PyTorch makes of them.
+    """
+    speeds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, w = torch.ones(192, 384, dtype=dtype), torch.ones(1408, 384, dtype=dtype)
+        F.linear(x, w)  # the first call builds what later ones reuse
+        calls, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds / 2:
+            F.linear(x, w)
+            calls += 1
+        speeds[dtype] = calls / (time.perf_counter() - start)
+    return max(speeds, key=lambda dtype: speeds[dtype])
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise UserError(f"dtype of the embedded world is float32 or bfloat16, got {dtype}")
+
+
+class EmbeddedWorld:
+    """One loaded world; lanes share its weights and bring their own caches."""
+
+    def __init__(
+        self,
+        config: EmbeddedConfig,
+        transformer: Transformer,
+        autoencoder: Autoencoder,
+        sha256: str,
+        scenes: Path | None,
+    ) -> None:
+        """Both models in inference mode on one device; scenes: folder of start scenes or None."""
+        self.config = config
+        self.spec = world_spec(config)
+        self.device = transformer.patch_in.weight.device
+        self.dtype = transformer.patch_in.weight.dtype
+        self._transformer, self._autoencoder = transformer, autoencoder
+        self._sha256, self._scene_folder = sha256, scenes
+        # Both are pure functions of few arguments, asked for again in every pass and lane.
+        self._rope = functools.lru_cache(maxsize=8)(self._make_rope)
+        self._condition = functools.lru_cache(maxsize=256)(self._make_condition)
+
+    @classmethod
+    def random(
+        cls,
+        preset: str = "tiny",
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> EmbeddedWorld:
+        """A world with random weights: same code, no files, nothing to see."""
+        if preset not in PRESETS:
+            raise UserError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
+        _check_dtype(dtype)
+        config, device = PRESETS[preset], torch.device(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            transformer = Transformer(config.transformer)
+            autoencoder = Autoencoder(config.autoencoder)
+        return cls(
+            config,
+            finish(transformer.to(device, dtype), device),
+            finish(autoencoder.to(device, dtype), device),
+            sha256=f"random-{preset}-{seed}",
+            scenes=None,
+        )
+
+    def scenes(self) -> Sequence[Scene]:
+        return [] if self._scene_folder is None else list_scenes(self._scene_folder)
+
+    def start(
+        self, scene: str | None, image: np.ndarray | None, prompt: str, seed: int
+    ) -> StartState:
+        """A scene's 16 true frames with their keys, or a picture held still for 16 frames.
+
+        image: uint8 [H, W, 3] of any size, cut to the world's aspect and scaled, or a clip of them. The prompt has
+        no effect on this world. A world without scenes starts from a picture made from the seed.
+        """
+        per_chunk = self.spec.cache.frames_per_chunk
+        scenes = self.scenes()
+        if image is None and scene is None and scenes:
+            scene = scenes[0].name
+        if image is None and scene is None:
+            image = _seed_picture(self.spec.video_size, seed)
+        if image is not None:
+            frames = still_clip(image, self.spec.video_size, self._context)
+            keys: tuple[frozenset[str], ...] = (frozenset(),) * self._context
+        else:
+            if self._scene_folder is None or scene is None:
+                raise UserError(f"unknown scene {scene!r}; this world has none")
+            clip = load_scene(self._scene_folder, scene, self.spec.video_size)
+            frames, keys = clip.frames, clip.keys
+        actions = tuple(
+            ChunkAction(keys[i : i + per_chunk]) for i in range(0, len(keys), per_chunk)
+        )
+        return StartState(self.encode(frames), actions, frames)
+
+    @property
+    def _context(self) -> int:
+        return self.spec.context_frames
+
+    @torch.no_grad()
+    def encode(self, frames: np.ndarray) -> torch.Tensor:
+        """uint8 [T, H, W, 3] -> latents [T, C, h, w] in the compute dtype."""
+        pictures = to_signed(torch.from_numpy(frames).to(self.device), self.dtype)
+        return self._autoencoder.encode(pictures).to(self.dtype)
+
+    @torch.no_grad()
+    def generate_chunk(
+        self, lane: LaneState, action: ChunkAction, noise: torch.Tensor, steps: int
+    ) -> ChunkOutput:
+        """Denoises one chunk against lane.cache, whose history stays as it is."""
+        expected = (self.spec.cache.frames_per_chunk, *self.spec.latent_shape)
+        if tuple(noise.shape) != expected:
+            raise UserError(f"noise must be {expected}, got {tuple(noise.shape)}")
+        vectors = action_map(action, expected[0])
+        lane.cache.begin_chunk(lane.next_frame, expected[0])
+        try:
+            latents, predictions = sample(
+                lambda x, sigma: self._pass(lane, x, sigma, vectors, clean=False),
+                noise.to(self.device),
+                steps,
+                self.config.sampler.shift,
+            )
+        finally:
+            lane.cache.abort_chunk()
+        return ChunkOutput(
+            latents.to(self.dtype), tuple(prediction.to(self.dtype) for prediction in predictions)
+        )
+
+    @torch.no_grad()
+    def commit_chunk(self, lane: LaneState, latents: torch.Tensor, action: ChunkAction) -> None:
+        """The clean pass at noise 0: keys and values of every layer go to the cache for good."""
+        frames = self.spec.cache.frames_per_chunk
+        vectors = action_map(action, frames)
+        lane.cache.begin_chunk(lane.next_frame, frames)
+        try:
+            self._pass(lane, latents, 0.0, vectors, clean=True)
+            lane.cache.finalize_chunk()
+        except BaseException:
+            lane.cache.abort_chunk()
+            raise
+        lane.next_frame += frames
+
+    @torch.no_grad()
+    def decode(self, latents: torch.Tensor) -> np.ndarray:
+        """latents [frames, C, h, w] -> uint8 [frames, H, W, 3]."""
+        return to_bytes(self._autoencoder.decode(latents.to(self.device))).cpu().numpy()
+
+    def weight_bytes(self) -> int:
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for model in (self._transformer, self._autoencoder)
+            for tensor in model.state_dict().values()
+        )
+
+    def weights_sha256(self) -> str:
+        return self._sha256
+
+    def _pass(
+        self,
+        lane: LaneState,
+        latents: torch.Tensor,
+        sigma: float,
+        vectors: tuple[KeyVector, ...],
+        clean: bool,
+    ) -> torch.Tensor:
+        shared, head = self._condition(sigma, vectors)
+        cos, sin = self._rope(lane.next_frame)
+
+        def attend_at(layer: int) -> Attend:
+            attend: Callable[..., torch.Tensor] = lane.cache.attend
+            return functools.partial(attend, layer, clean=clean)
+
+        return self._transformer(latents, shared, head, cos, sin, attend_at)
+
+    def _make_rope(self, first_frame: int) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.config.transformer
+        return rope_tables(
+            first_frame, model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta,
+            self.device,
+        )  # fmt: skip
+
+    def _make_condition(
+        self, sigma: float, vectors: tuple[KeyVector, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        levels = torch.full((len(vectors),), sigma, device=self.device)
+        return self._transformer.condition(levels, torch.tensor(vectors, device=self.device))
+
+
+def still_clip(image: np.ndarray, size: tuple[int, int], frames: int) -> np.ndarray:
+    """A picture uint8 [H, W, 3] held for `frames` frames, or the end of a clip [T, H, W, 3].
+
+    A shorter clip is preceded by its first frame. Every picture is cropped and resized to
+    size = (width, height).
+    """
+    clip = image[None] if image.ndim == 3 else image
+    if clip.ndim != 4 or clip.shape[3] != 3 or clip.dtype != np.uint8 or 0 in clip.shape:
+        raise UserError(
+            f"a start picture is uint8 [height, width, 3] or a clip of them, "
+            f"got {image.dtype} {image.shape}"
+        )
+    fitted = np.stack([fit(picture, size) for picture in clip[-frames:]])
+    missing = frames - len(fitted)
+    return np.concatenate((np.repeat(fitted[:1], missing, axis=0), fitted))
+
+
+def _seed_picture(size: tuple[int, int], seed: int) -> np.ndarray:
+    """Soft colour patches, for worlds without scenes."""
+    width, height = size
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    x = torch.from_numpy(coarse).permute(2, 0, 1)[None].float()
+    x = F.interpolate(x, (height, width), mode="bilinear", align_corners=False)
+    return x[0].round().to(torch.uint8).permute(1, 2, 0).numpy()

@@ -1,0 +1,109 @@
+"""The parallel teacher-forcing forward equals a rollout through the cache, and its masks agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
+from quantwm.worlds.embedded.config import PRESETS
+from quantwm.worlds.embedded.rope import rope_tables
+from quantwm.worlds.embedded.transformer import Transformer
+from training.rollout import DenseHistory, forward_chunk
+from training.teacher_forcing import (
+    block_mask,
+    dense_mask,
+    flex_attend,
+    predict_clip,
+    sdpa_attend,
+    two_stream_tables,
+)
+
+CONFIG = PRESETS["tiny"].transformer
+FRAMES = 16
+
+
+@pytest.fixture(scope="module")
+def clip():
+    """A model far from its start, and a clip with its noise, levels and keys."""
+    torch.manual_seed(3)
+    model = Transformer(CONFIG).requires_grad_(False).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    clean, noisy = torch.randn(2, 2, FRAMES, *CONFIG.latent_shape)
+    sigma = torch.rand(2, FRAMES // 4).repeat_interleave(4, dim=1)
+    keys = torch.randint(0, 2, (2, FRAMES, 6)).float()
+    return model, clean, noisy, sigma, keys
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_training_forward_equals_rollout_through_the_cache(clip, window):
+    model, clean, noisy, sigma, keys = clip
+    attend = sdpa_attend(dense_mask(FRAMES, CONFIG, window, "cpu"))
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    parallel = predict_clip(model, clean, noisy, sigma, keys, tables, attend)
+    spec = CacheSpec(CONFIG.layers, CONFIG.heads, CONFIG.head_dim, CONFIG.tokens_per_frame, 4)
+    policy = CachePolicy(window_frames=4 * (window + 1))
+    fmt = make_format("bf16", exact=True)
+    for batch in range(2):
+        cache = KVCache(spec, fmt, policy, dtype=torch.float32)
+        for first in range(0, FRAMES, 4):
+            part = slice(first, first + 4)
+            cos, sin = rope_tables(first, 4, CONFIG.grid, CONFIG.head_dim)
+            held = keys[batch, part]
+            cache.begin_chunk(first, 4)
+            shared, head = model.condition(sigma[batch, part], held)
+            out = model(
+                noisy[batch, part], shared, head, cos, sin,
+                lambda layer: lambda q, k, v: cache.attend(layer, q, k, v),
+            )  # fmt: skip
+            torch.testing.assert_close(out, parallel[batch, part], rtol=1e-4, atol=1e-4)
+            shared, head = model.condition(torch.zeros(4), held)
+            model(
+                clean[batch, part], shared, head, cos, sin,
+                lambda layer: lambda q, k, v: cache.attend(layer, q, k, v, clean=True),
+            )  # fmt: skip
+            cache.finalize_chunk()
+
+
+def test_batched_rollout_equals_training_forward(clip):
+    model, clean, noisy, sigma, keys = clip
+    attend = sdpa_attend(dense_mask(FRAMES, CONFIG, 4, "cpu"))
+    level = torch.full_like(sigma, 0.5)
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    parallel = predict_clip(model, clean, noisy, level, keys, tables, attend)
+    history = DenseHistory(CONFIG.tokens_per_chunk)
+    for first in range(0, FRAMES, 4):
+        part = slice(first, first + 4)
+        out = forward_chunk(model, history, noisy[:, part], 0.5, keys[:, part], first, clean=False)
+        torch.testing.assert_close(out, parallel[:, part], rtol=1e-4, atol=1e-4)
+        forward_chunk(model, history, clean[:, part], 0.0, keys[:, part], first, clean=True)
+
+
+@pytest.mark.parametrize("window", [1, 3, 4])
+def test_flex_mask_equals_dense_mask(clip, window):
+    model, clean, noisy, sigma, keys = clip
+    mask = block_mask(FRAMES, CONFIG, window, "cpu")
+    dense = dense_mask(FRAMES, CONFIG, window, "cpu")
+    index = torch.arange(len(dense))
+    zero = torch.tensor(0)
+    assert torch.equal(mask.mask_mod(zero, zero, index[:, None], index[None, :]), dense)
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    outs = [
+        predict_clip(model, clean, noisy, sigma, keys, tables, attend)
+        for attend in (flex_attend(mask), sdpa_attend(dense))
+    ]
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
+
+
+def test_no_chunk_sees_its_own_truth_or_the_future(clip):
+    """Changing the truth of chunk 2 must leave the predictions of chunks 0 to 2 as they were."""
+    model, clean, noisy, sigma, keys = clip
+    attend = sdpa_attend(dense_mask(FRAMES, CONFIG, 4, "cpu"))
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    before = predict_clip(model, clean, noisy, sigma, keys, tables, attend)
+    changed = clean.clone()
+    changed[:, 8:12] += 1
+    after = predict_clip(model, changed, noisy, sigma, keys, tables, attend)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert not torch.allclose(before[:, 12:], after[:, 12:], atol=1e-3)
