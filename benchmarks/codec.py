@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.agreement import agree, make_case, require
 from benchmarks.peers import QuantVideoGen
-from benchmarks.timing import Timing, copy_ceiling, hardware, measure
+from benchmarks.timing import Timing, copy_ceiling, device_named, hardware, measure
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import Format, QueryGuide
@@ -51,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Check first, then time: no number is printed for kernels that are wrong."""
-    device = torch.device(options.device)
+    device = device_named(options.device)
     if not options.skip_gate:
         shape = (min(options.heads, 4), min(options.tokens, 1100), options.head_dim)
         small = make_case(*shape, options.centroids, GROUP_SIZE, RANK, device)

@@ -16,7 +16,7 @@ import torch
 from benchmarks import codec
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.guards import guarded_allocations
-from benchmarks.timing import hardware
+from benchmarks.timing import device_named, hardware
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import QueryGuide
@@ -146,7 +146,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All checks even when one fails, then the benchmark; `ok` says whether all held."""
-    device = torch.device("cuda")
+    device = device_named("cuda")
     print(f"{hardware(device)}; {explain(device)}", flush=True)
     checks = {name: _passes(name, check, device) for name, check in CHECKS.items()}
     result: dict[str, Any] = {"benchmark": "gpu-check", "checks": checks}

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from quantwm.errors import UserError
+
 FLUSH_BYTES = 256 << 20  # five times the 50 MB L2 of an H200
 LEAD_CYCLES = 8_000_000  # about 4 ms of a busy device, in which the host queues what is timed
 
@@ -86,6 +88,14 @@ def _peak(run: Callable[[], object], device: torch.device, keep_bytes: int) -> i
     run()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before - keep_bytes
+
+
+def device_named(name: str) -> torch.device:
+    """UserError when this machine has no such device."""
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError("this benchmark needs a CUDA device and there is none; try --device cpu")
+    return device
 
 
 def copy_ceiling(device: torch.device) -> dict[str, float]:

@@ -16,18 +16,9 @@ from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_up
 from benchmarks.guards import guarded_allocations
 from kernels import decode, encode, kmeans
 from quantwm.cache import reference
+from quantwm.cache.dispatch import TritonOps
 
-OPS = SimpleNamespace(
-    **{
-        name: getattr(module, name)
-        for module, names in (
-            (kmeans, ("assign", "assign_qsac", "update")),
-            (encode, ("encode_qvg", "encode_quantwm")),
-            (decode, ("decode_qvg_into", "decode_quantwm_into")),
-        )
-        for name in names
-    }
-)
+OPS = TritonOps(kmeans, encode, decode)
 
 # heads, tokens, head dim, centroids, group size, rank; every head dim, group size, odd lengths
 CASES = (
@@ -121,3 +112,17 @@ def test_launchers_refuse_what_they_do_not_cover() -> None:
     out = torch.empty(1, 6, 64)
     with pytest.raises(ValueError, match=r"0\.\.8 of 8 do not fit"):
         decode.decode_qvg_into(out, 0, codes, ids, case.centroids, scales, 32, 0, 8)
+
+
+def test_what_is_not_covered_runs_on_the_reference_and_is_named() -> None:
+    ops = TritonOps(kmeans, encode, decode)
+    case = make_case(1, 20, 48, 4, 24, 4, "cpu")
+    agree(ops, case, truncates=True)
+    agree(ops, case, truncates=True)
+    ops.assign(case.x.float(), case.centroids)
+    ops.assign_qsac(case.x, case.centroids, case.weights, 24, 9)
+    assert ops.fallbacks == [
+        "head dim 48 is not one of (64, 128, 256)",
+        "keys and values are torch.float32, the kernels take bfloat16",
+        "9 QSAC candidates, the kernel takes 4",
+    ]

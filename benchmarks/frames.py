@@ -1,0 +1,122 @@
+"""`frames`: frames per second of the embedded world in three lanes, and where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.stopwatch import Stopwatch, Target
+from benchmarks.timing import device_named, hardware
+from quantwm.cache import FORMATS, KVCache, kv_cache
+from quantwm.engine import Engine
+from quantwm.lanes import lanes_for
+from quantwm.worlds.base import ChunkAction, World
+from quantwm.worlds.embedded.adapter import EmbeddedWorld
+from quantwm.worlds.registry import load_world, world_presence
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lanes", default="bf16,qvg,quantwm")
+    parser.add_argument("--history", default="1000,2000", help="tokens of history, at least")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks timed at each history")
+    parser.add_argument("--steps", type=int, help="denoising steps; the world's default without")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--preset", default="shipped", help="of random weights, where none are")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device = device_named(options.device)
+    world, weights = _world(options, device)
+    rows = [_row(world, int(tokens), options) for tokens in options.history.split(",")]
+    return {
+        "benchmark": "frames",
+        "weights": weights,
+        "dtype": str(world.dtype),
+        "hardware": hardware(device),
+        "rows": rows,
+    }
+
+
+def _world(options: argparse.Namespace, device: torch.device) -> tuple[World, str]:
+    """The shipped weights, or random ones of the same size: the same work either way."""
+    if options.preset == "shipped" and world_presence("embedded").present:
+        world = load_world("embedded", device)
+        return world, world.weights_sha256()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return EmbeddedWorld.random(options.preset, device=device, dtype=dtype), "random"
+
+
+def _row(world: World, history: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Steady state: a window that holds `history` tokens, in whole chunks, beside the current."""
+    spec = world.spec
+    per_chunk = spec.cache.tokens_per_chunk
+    kept = -(-history // per_chunk) * per_chunk
+    lanes = lanes_for(spec, options.lanes.split(","))
+    action = ChunkAction.held(frozenset({next(iter(spec.keys))}), spec.cache.frames_per_chunk)
+    with Engine(world, lanes, seed=0, steps=options.steps, max_tokens=kept + per_chunk) as engine:
+        block = engine.start()
+        while block.lanes[0].tokens < kept:
+            block = engine.step(action)
+        engine.step(action)
+        seconds, by_lane = [], []
+        for _ in range(options.chunks):
+            began = time.perf_counter()
+            block = engine.step(action)
+            seconds.append(time.perf_counter() - began)
+            by_lane.append({lane.name: lane.ms for lane in block.lanes})
+        split = _split(engine, action, world, options.chunks)
+        explained, steps = engine.explain(), engine.steps
+    ms = statistics.median(seconds) * 1e3
+    frames = spec.cache.frames_per_chunk * spec.frames_per_latent
+    return {
+        "history_tokens": block.lanes[0].tokens,
+        "steps": steps,
+        "fps": round(frames / ms * 1e3, 2),
+        "ms_per_chunk": round(ms, 2),
+        "lane_ms": {
+            name: round(statistics.median(lane[name] for lane in by_lane), 2) for name in by_lane[0]
+        },
+        "split_ms": split,
+        "kernels": explained,
+    }
+
+
+def _split(engine: Engine, action: ChunkAction, world: World, chunks: int) -> dict[str, float]:
+    """Milliseconds per chunk by part, in a run of its own (watching costs time)."""
+    kinds = {kind for kind, _, _ in FORMATS.values()}
+    targets: list[Target] = [(kind, "decode_into", "decode history") for kind in kinds]
+    targets += [(kind, name, "encode") for kind in kinds for name in ("fit", "encode")]
+    targets += [
+        (kv_cache, "attention", "attention"),
+        (KVCache, "finalize_chunk", "grow spans, statistics"),
+        (type(world), "decode", "autoencoder"),
+    ]
+    watch = Stopwatch(world.device)
+    began = time.perf_counter()
+    with watch.watching(targets):
+        for _ in range(chunks):
+            engine.step(action)
+    whole = (time.perf_counter() - began) * 1e3
+    parts = {label: total / chunks for label, total in watch.totals().items()}
+    parts["transformer and the rest"] = whole / chunks - sum(parts.values())
+    return {label: round(ms, 2) for label, ms in sorted(parts.items(), key=lambda p: -p[1])}
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['hardware']['device']}, weights {result['weights'][:12]}, {result['dtype']}"]
+    for row in result["rows"]:
+        lines.append(
+            f"{row['history_tokens']} tokens of history, {row['steps']} steps: {row['fps']} frames "
+            f"a second, {row['ms_per_chunk']} ms a chunk; by lane {row['lane_ms']}"
+        )
+        whole = sum(row["split_ms"].values())
+        lines += [
+            f"    {label:26} {ms:9.2f} ms {ms / whole:6.1%}"
+            for label, ms in row["split_ms"].items()
+        ]
+        lines.append(f"    {row['kernels']}")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""The benchmarks run small on a CPU: a table, one JSON line last, honest about what did not run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import __main__ as program
+from benchmarks import agreement, codec, frames
+from benchmarks.guards import guarded_allocations
+from benchmarks.stopwatch import Stopwatch
+
+
+def run_program(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, list[str]]:
+    monkeypatch.setattr("sys.argv", ["benchmarks", *words])
+    status = program.main()
+    return status, capsys.readouterr().out.strip().splitlines()
+
+
+def test_codec_prints_a_table_and_one_json_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(codec, "copy_ceiling", lambda device: {"copy_gb_s": 10.0})
+    words = "codec --device cpu --heads 1 --tokens 70 --head-dim 64 --centroids 8 --repeats 2"
+    status, lines = run_program(monkeypatch, capsys, *words.split())
+    result = json.loads(lines[-1])
+    assert status == 0
+    assert [(r["method"], r["step"]) for r in result["rows"]] == [
+        (method, step)
+        for method in ("qvg", "quantwm")
+        for step in ("encode, cold codebook", "encode, warm codebook", "encode, codebook given",
+                     "decode")
+    ]  # fmt: skip
+    assert result["qvg_public"] == "not run: no --qvg-path"
+    assert any("reference" in line for line in lines)
+
+
+def test_codec_prints_nothing_when_the_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any) -> None:
+        raise agreement.Disagreement("ids differ")
+
+    monkeypatch.setattr(codec, "agree", wrong)
+    parser = argparse.ArgumentParser()
+    codec.arguments(parser)
+    options = parser.parse_args(["--device", "cpu", "--heads", "1", "--tokens", "8"])
+    with pytest.raises(agreement.Disagreement):
+        codec.run(options)
+
+
+def test_frames_splits_the_time(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    words = "frames --device cpu --preset tiny --history 96 --chunks 1 --steps 1 --lanes bf16,qvg"
+    status, lines = run_program(monkeypatch, capsys, *words.split())
+    (row,) = json.loads(lines[-1])["rows"]
+    assert status == 0
+    assert row["history_tokens"] >= 96
+    assert set(row["lane_ms"]) == {"bf16", "qvg"}
+    assert {"decode history", "attention", "encode", "autoencoder"} <= set(row["split_ms"])
+    assert min(row["split_ms"].values()) >= 0
+    assert frames.table(json.loads(lines[-1])).splitlines() == lines[:-1]
+
+
+def test_stopwatch_counts_the_outer_call_alone_and_puts_back() -> None:
+    class Thing:
+        def outer(self) -> int:
+            return self.inner() + 1
+
+        def inner(self) -> int:
+            return 1
+
+    genuine = Thing.outer
+    watch = Stopwatch(torch.device("cpu"))
+    with watch.watching([(Thing, "outer", "outer"), (Thing, "inner", "inner")]):
+        assert Thing().outer() == 2
+        assert Thing().inner() == 1
+    assert Thing.outer is genuine
+    assert set(watch.totals()) == {"outer", "inner"}
+    assert len(watch._spans["inner"]) == 1
+
+
+def test_guards_see_a_write_out_of_bounds_and_poison_what_is_unwritten() -> None:
+    with pytest.raises(RuntimeError, match="beside an output"), guarded_allocations():
+        small = torch.empty(4, dtype=torch.uint8)
+        small.as_strided((5,), (1,)).zero_()
+    with guarded_allocations():
+        assert torch.empty(3).isnan().all()
+        assert torch.empty(2, 5, dtype=torch.float16)[:, 1:].isnan().all()
+    assert torch.empty(3, dtype=torch.uint8).shape == (3,)
