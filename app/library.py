@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from quantwm.worlds.registry import load_world, world_scenes, world_spec
 
 from app import limits
 from app.backend import LANES, Catalogue, LaneChoice, Progress, Settings
@@ -26,6 +25,7 @@ from quantwm.lanes import lanes_for
 from quantwm.session import SessionWriter
 from quantwm.video import fit, has_pyav
 from quantwm.worlds.base import World
+from quantwm.worlds.registry import load_world, world_scenes, world_spec
 
 
 class LibraryBackend:
@@ -52,9 +52,11 @@ class LibraryBackend:
         spec = world_spec(world)
         lanes_for(spec, lanes)
         scenes = tuple(world_scenes(world))
-        names = [known.name for known in scenes]
-        if scene is not None and scene not in names:
-            raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(names)}")
+        known = [known.name for known in scenes]
+        if not known:
+            raise UserError(f"the world {world} has no start scenes; fetch the repository whole")
+        if scene is not None and scene not in known:
+            raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
         offered = [*lanes, *(name for name in spec.format_settings if name not in lanes)]
         self._device = device
         self._lock = threading.Lock()
@@ -66,7 +68,7 @@ class LibraryBackend:
             chosen=tuple(lanes),
             steps=spec.default_steps[device.type] if steps is None else steps,
             seed=seed,
-            scene=names[0] if scene is None else scene,
+            scene=known[0] if scene is None else scene,
             device=str(device),
         )
 
@@ -77,8 +79,9 @@ class LibraryBackend:
         spec = self._catalogue.world
         with self._lock:
             if self._world is None:
-                progress("Checking and reading the weights", 0.1)
-                self._world = load_world(spec.name, self._device)
+                self._world = load_world(
+                    spec.name, self._device, lambda stage, share: progress(stage, 0.7 * share)
+                )
         progress("Setting up the caches", 0.7)
         engine = Engine(
             self._world,

@@ -8,7 +8,7 @@ const gauge = new Gauge(lanes);
 const state = {
   phase: "idle", hello: null, session: null, run: false, steps: 0, resets: 0, flushes: 0, stop: false,
   ack: -1, seq: 0, ticket: 0, applied: null, place: null, loading: "", progress: 0, silent: 0,
-  ended: "", lastSent: 0, waited: 0, left: null, tokens: 0, frames: 0, rate: [], pressedAt: 0,
+  ended: "", lastSent: 0, waited: 0, left: null, tokens: 0, frames: 0, rate: [], pressedAt: 0, lastMs: 0,
 };
 
 const player = new Player((block, first) => {
@@ -95,6 +95,14 @@ setInterval(() => {
   if (performance.now() - state.lastSent >= pause - 20) sendSoon();
 }, HEARTBEAT / 2);
 
+function beat(milliseconds) {
+  const bar = $(".qwm-beat");
+  bar.classList.remove("qwm-on");
+  if (milliseconds < 400) return;
+  bar.style.animationDuration = Math.round(milliseconds) + "ms";
+  requestAnimationFrame(() => bar.classList.add("qwm-on"));
+}
+
 // What a visitor does --------------------------------------------------------------------------
 async function drive() {
   if (state.phase === "live") return resume();
@@ -140,6 +148,7 @@ function step() {
   if (state.phase !== "live") return drive();
   state.run = false;
   state.steps += 1;
+  beat(state.lastMs);
   refresh();
   sendSoon();
 }
@@ -285,8 +294,8 @@ const speakers = {
     player.clear();
     lanes.clear();
     player.show(lanes.build(message.lanes, state.hello.world.size));
-    say("kernels", message.kernels);
-    out("kernels").title = message.kernels;
+    say("kernels", "Kernels: " + message.kernels + ".");
+    out("kernels").hidden = false;
     state.ack = Math.max(state.ack, message.n);
     state.frames = 0;
     state.rate = [];
@@ -294,7 +303,11 @@ const speakers = {
     if (document.activeElement === stage && !document.hidden) resume();
     sendSoon();
   },
-  block: (message) => player.push(message),
+  block: (message) => {
+    state.lastMs = message.i === 0 ? 0 : message.ms;
+    player.push(message);
+    beat(state.run ? state.lastMs : 0);
+  },
   error: (message) => {
     complain(message.message);
     enter("ended");
@@ -321,7 +334,7 @@ function welcome() {
   keys.bind(hello.keys, hello.legend);
   choices.fill(hello);
   say("world", hello.world.title);
-  say("kernels", "runs on " + hello.device.toUpperCase());
+  say("device", "runs on " + hello.device.toUpperCase());
   say("foot", hello.world.title + " \u00b7 " + hello.world.licence +
     " \u00b7 everything runs on this machine, nothing is sent anywhere");
   player.show(lanes.build(hello.defaults.lanes, hello.world.size));

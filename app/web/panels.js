@@ -87,13 +87,16 @@ class Choices {
     }));
     const tiles = hello.scenes.map((scene) => this.tile(scene.name, scene.title, scene.picture));
     if (hello.upload) tiles.push(this.ownTile());
+    const count = tiles.length;
+    $(".qwm-scenes").style.setProperty("--columns", count <= 7 ? count : Math.ceil(count / 2));
+    $(".qwm-scenes").style.setProperty("--narrow", count % 3 === 0 ? 3 : 4);
     $(".qwm-scenes").replaceChildren(...tiles);
     this.mark();
   }
 
   tile(name, title, picture) {
     const tile = make("button", { type: "button", class: "qwm-scene", "data-scene": name,
-      role: "radio" }, [make("img", { src: picture, alt: "", draggable: false }),
+      title: title, role: "radio" }, [make("img", { src: picture, alt: "", draggable: false }),
       make("span", { textContent: title })]);
     tile.addEventListener("click", () => {
       this.scene = name;

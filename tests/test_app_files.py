@@ -1,0 +1,114 @@
+"""Uploads and archives: nothing outside the folders, nothing too large, nothing kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from app import limits
+from app.files import SessionFiles, read_picture, reduce_picture
+from quantwm.errors import UserError
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Path:
+    folder = tmp_path / "uploads"
+    folder.mkdir()
+    return folder
+
+
+def picture(path: Path, height: int = 20, width: int = 30, **options: object) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    iio.imwrite(path, pixels, **options)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp"])
+def test_pictures_are_read(uploads: Path, name: str) -> None:
+    pixels = read_picture(str(picture(uploads / name)), uploads)
+    assert pixels.shape == (20, 30, 3)
+    assert pixels.dtype == np.uint8
+
+
+def test_grey_palette_and_alpha_become_rgb(uploads: Path) -> None:
+    iio.imwrite(uploads / "grey.png", np.full((8, 8), 7, np.uint8))
+    iio.imwrite(uploads / "alpha.png", np.full((8, 8, 4), 7, np.uint8))
+    for name in ("grey.png", "alpha.png"):
+        assert read_picture(str(uploads / name), uploads).shape == (8, 8, 3)
+
+
+def test_only_files_in_the_upload_folder(uploads: Path, tmp_path: Path) -> None:
+    outside = picture(tmp_path / "outside.png")
+    link = uploads / "link.png"
+    link.symlink_to(outside)
+    wrong = [outside, link, uploads, uploads / ".." / "outside.png", uploads / "none.png"]
+    for path in [*map(str, wrong), "", None, 3, "\0", "x" * 9000]:
+        with pytest.raises(UserError, match="not found"):
+            read_picture(path, uploads)
+
+
+def test_damaged_and_foreign_files(uploads: Path) -> None:
+    good = picture(uploads / "good.png").read_bytes()
+    for name, data in {
+        "cut.png": good[: len(good) // 2],
+        "text.png": b"hello",
+        "empty.png": b"",
+        "html.png": b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+    }.items():
+        (uploads / name).write_bytes(data)
+        with pytest.raises(UserError, match="could not be read"):
+            read_picture(str(uploads / name), uploads)
+
+
+def test_sizes_are_checked_before_decoding(uploads: Path, monkeypatch) -> None:
+    file = picture(uploads / "big.png", 200, 300)
+    monkeypatch.setattr(limits, "MAX_PICTURE_PIXELS", 200 * 300 - 1)
+    with pytest.raises(UserError, match="pixels"):
+        read_picture(str(file), uploads)
+    monkeypatch.setattr(limits, "MAX_UPLOAD_BYTES", 100)
+    with pytest.raises(UserError, match="larger"):
+        read_picture(str(file), uploads)
+
+
+def test_large_pictures_are_averaged_down() -> None:
+    pixels = np.zeros((3000, 1500, 3), np.uint8)
+    pixels[:, ::2] = 100
+    small = reduce_picture(pixels)
+    assert max(small.shape[:2]) <= limits.MAX_PICTURE_SIDE
+    assert 30 < small.mean() < 70
+    assert reduce_picture(small) is small
+
+
+def test_archives_need_their_token_and_expire(tmp_path: Path, monkeypatch) -> None:
+    files = SessionFiles(tmp_path)
+    folder = files.folder()
+    recording = folder.recording()
+    with pytest.raises(UserError, match="nothing has been recorded"):
+        files.archive(recording, folder)
+    (recording / "session.json").write_text("{}")
+    token = files.archive(recording, folder)
+    path, name = files.fetch(token)
+    assert name.endswith(".zip")
+    for wrong in ("", "..", "../" + token, "%2e%2e", token[:-1]):
+        assert files.fetch(wrong) is None
+    monkeypatch.setattr(limits, "DOWNLOAD_SECONDS", -1.0)
+    assert files.fetch(token) is None
+    assert not path.exists()
+
+
+def test_session_folders_are_private_and_deleted(tmp_path: Path) -> None:
+    files = SessionFiles(tmp_path)
+    folder = files.folder()
+    assert not folder.path.exists(), "nothing is made before it is needed"
+    recording = folder.recording()
+    assert folder.path.stat().st_mode & 0o077 == 0
+    assert folder.latest_recording() == recording
+    number = folder.save_picture(np.zeros((4, 4, 3), np.uint8))
+    assert folder.picture(number).shape == (4, 4, 3)
+    with pytest.raises(UserError, match="gone"):
+        folder.picture(number + 1)
+    folder.delete()
+    assert not folder.path.exists()
