@@ -124,6 +124,7 @@ class Block(nn.Module):
             self.cam_shift_layer = nn.Linear(width, width)
         if config.action is not None and index in config.action.layers:
             self.action_model = ActionModule(config.action, width)
+            self.action_index = config.action.layers.index(index)
 
     def forward(self, x: torch.Tensor, modulation: torch.Tensor, inputs: Pass) -> torch.Tensor:
         """x: [N, width]; modulation: [F, 6, width] -> [N, width]."""
@@ -142,7 +143,7 @@ class Block(nn.Module):
             x = self._with_camera(x, inputs.camera)
         x = x + self._cross_attention(self._norm(x, self.norm2), inputs.context[self.index])
         if inputs.action is not None and hasattr(self, "action_model"):
-            x = self.action_model(self.index, x, inputs.action)
+            x = self.action_model(self.action_index, x, inputs.action)
         return self._added(x, self.ffn(self._modulated(x, shift2, scale2)) * gate2)
 
     def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

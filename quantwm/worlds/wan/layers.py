@@ -59,10 +59,8 @@ def sinusoid(values: torch.Tensor, dim: int, fp64: bool) -> torch.Tensor:
     half = dim // 2
     dtype = torch.float64 if fp64 else torch.float32
     index = torch.arange(half, dtype=dtype, device=values.device)
-    if fp64:
-        rates = torch.pow(10000, -index / half)
-    else:
-        rates = torch.exp(-math.log(10000) * index / half)
+    # The two families raise 10000 in two ways, whose last bits differ.
+    rates = torch.pow(10000, -index / half) if fp64 else torch.exp(-math.log(10000) * index / half)
     table = torch.outer(values.to(dtype), rates)
     return torch.cat([table.cos(), table.sin()], dim=1)
 

@@ -1,4 +1,4 @@
-"""Matrix-Game-2's conditioning: held keys to keyboard one-hots and mouse floats, per video frame."""
+"""Matrix-Game-2's conditioning: held keys to one-hots and mouse floats, per video frame."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Controls:
     Attributes:
         keys: physical key -> what it does, in words.
         keyboard: physical key of each keyboard value; "" stands for "no other key is held".
-        pitch, yaw: whether up/down look, and which pair of keys turns ("" for none).
-        mouse: whether the mode has a mouse.
+        mouse: whether the mode has a mouse (up, down, left and right look around).
+        turn_with_a_d: the mouse follows a and d instead, as a steering wheel.
     """
 
     keys: dict[str, str]

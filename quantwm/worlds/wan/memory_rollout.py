@@ -49,7 +49,7 @@ class MemoryRollout:
         They see each other and nothing else, so the pass begins with an empty cache.
         """
         frames = len(latents)
-        self.cache.reset()
+        self.cache.clear()
         self.cache.begin_chunk(0, frames)
         try:
             times = torch.full((frames,), self.context_timestep, device=latents.device)
@@ -79,7 +79,7 @@ class MemoryRollout:
         first = 0 if memory is None else memory.projection.shape[0]
         trace = []
         if memory is None:
-            self.cache.reset()
+            self.cache.clear()
         self.cache.begin_chunk(first, frames)
         try:
             for timestep, change in self.steps:

@@ -25,11 +25,13 @@ class Step:
         timestep: what the model's time embedding gets.
         sigma: x0 = x - sigma * flow.
         renoise_sigma: x = (1 - s) * x0 + s * noise, for entering this step from the last one.
+        table_sigma: the schedule's own entry; LingBot's integer timesteps blur it.
     """
 
     timestep: float
     sigma: float
     renoise_sigma: float
+    table_sigma: float
 
 
 def flow_match_steps(steps: Sequence[int], shift: float) -> tuple[Step, ...]:
@@ -46,7 +48,7 @@ def flow_match_steps(steps: Sequence[int], shift: float) -> tuple[Step, ...]:
             raise UserError(f"a denoising step lies in 1..{TRAIN_STEPS}, got {step}")
         time = times[TRAIN_STEPS - step]
         sigma = float(table[int((times - time).abs().argmin())])
-        out.append(Step(float(time), sigma, sigma))
+        out.append(Step(float(time), sigma, sigma, sigma))
     return tuple(out)
 
 
@@ -67,7 +69,14 @@ def unipc_steps(indices: Sequence[int], shift: float) -> tuple[Step, ...]:
             raise UserError(f"a timestep index lies in 0..{TRAIN_STEPS - 1}, got {index}")
         same = (times == times[index]).nonzero().flatten()
         first, second = int(same[0]), int(same[min(1, len(same) - 1)])
-        out.append(Step(float(times[index]), float(sigmas[first]), float(sigmas[second])))
+        out.append(
+            Step(
+                float(times[index]),
+                float(sigmas[first]),
+                float(sigmas[second]),
+                float(sigmas[index]),
+            )
+        )
     return tuple(out)
 
 

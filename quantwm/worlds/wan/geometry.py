@@ -1,0 +1,39 @@
+"""The KV cache geometry of a Wan transformer, its action streams included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quantwm.cache.spec import CacheSpec
+from quantwm.worlds.wan.config import WanConfig
+
+
+def cache_spec(config: WanConfig, tokens_per_frame: int, frames_per_chunk: int) -> CacheSpec:
+    """Self-attention stream, and Matrix-Game-2's mouse and keyboard as companions."""
+    return CacheSpec(
+        layers=config.layers,
+        heads=config.heads,
+        head_dim=config.head_dim,
+        tokens_per_frame=tokens_per_frame,
+        frames_per_chunk=frames_per_chunk,
+        companions=_action_streams(config, tokens_per_frame, frames_per_chunk),
+    )
+
+
+def _action_streams(
+    config: WanConfig, cells: int, frames_per_chunk: int
+) -> tuple[tuple[str, CacheSpec], ...]:
+    """Mouse: one token per latent cell and frame. Keyboard: one token per frame."""
+    action = config.action
+    if action is None:
+        return ()
+    keyboard = CacheSpec(
+        layers=len(action.layers),
+        heads=action.heads,
+        head_dim=action.head_dim,
+        tokens_per_frame=1,
+        frames_per_chunk=frames_per_chunk,
+    )
+    if not action.mouse_dim:
+        return (("keyboard", keyboard),)
+    return (("mouse", replace(keyboard, tokens_per_frame=cells)), ("keyboard", keyboard))

@@ -1,0 +1,133 @@
+"""Golden rollouts of Causal-Forcing: chunkwise, framewise and the long rolling window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quantwm.goldens import Comparison, GoldenSet, load_tensors
+from quantwm.worlds.wan.backbone import CausalWan
+from quantwm.worlds.wan.golden_common import (
+    DTYPES,
+    SPAN_TOKENS,
+    build,
+    check_cursors,
+    check_trace,
+    flat,
+    grid_of,
+    open_cache,
+    policy_of,
+    runs_of,
+    with_heads,
+)
+from quantwm.worlds.wan.names import canonical, infer_config
+from quantwm.worlds.wan.rolling import RollingForcing, RollingRule
+from quantwm.worlds.wan.schedules import flow_match_steps
+from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
+
+
+def causal_forcing(golden: GoldenSet, compare: Comparison) -> None:
+    """Windowed, full and framewise rollouts; FP32 and BF16."""
+    info = golden.info["config"]
+    config = replace(infer_config(canonical(golden.weights)), context_len=info["model"]["text_len"])
+    config = with_heads(config, info["model"]["num_heads"])
+    for rollout, rules in info["rollouts"].items():
+        for run in runs_of(golden, rollout, rules):
+            model = build(golden.weights, config, DTYPES[run])
+            _causal_forcing_run(golden, compare, model, rollout, run, rules)
+
+
+def _causal_forcing_run(
+    golden: GoldenSet,
+    compare: Comparison,
+    model: CausalWan,
+    rollout: str,
+    run: str,
+    rules: Mapping[str, Any],
+) -> None:
+    info, dtype = golden.info["config"], DTYPES[run]
+    grid, size = grid_of(info["latent_hw"]), rules["num_frame_per_block"]
+    per_frame = grid[0] * grid[1]
+    policy = policy_of(rules["local_attn_size"], rules["sink_size"])
+    cache = open_cache(model, per_frame, size, policy, dtype)
+    context = model.context_kv(golden["in.prompt_embeds"][0])
+    driver = SelfForcing(model, cache, context, grid)
+    driver.clean_timestep = float(info["context_noise"])
+    later = flow_match_steps(rules["denoising_step_list"], info["timestep_shift"])
+    first = flow_match_steps(rules["first"], info["timestep_shift"]) if rules["first"] else later
+    prefix, start, none = f"{rollout}.{run}", rules["initial_frames"], Conditions()
+    latents = []
+    if start:
+        image = golden[f"{rollout}.in.initial_latent"][0].to(dtype)
+        compare.check(f"{prefix}.init.flow", driver.commit(0, image, none))
+        latents.append(image)
+    noise = golden[f"{rollout}.in.noise"][0].to(dtype)
+    for chunk in range(rules["num_chunks"]):
+        frame = start + chunk * size
+        trace = driver.denoise(
+            frame,
+            noise[chunk * size : chunk * size + size],
+            later if chunk else first,
+            lambda step, chunk=chunk: golden[f"{rollout}.in.c{chunk}.noise{step}"].to(dtype),
+            none,
+        )
+        check_trace(compare, f"{prefix}.c{chunk}", trace, layout=lambda x: x)
+        latents.append(trace[-1].x0)
+        flow = driver.commit(frame, trace[-1].x0, none)
+        compare.check(f"{prefix}.c{chunk}.clean.flow", flow)
+        compare.check(
+            f"{prefix}.c{chunk}.clean.timestep", torch.full((size,), driver.clean_timestep)
+        )
+    compare.check(f"{prefix}.latents", torch.cat(latents))
+    end = (start + rules["num_chunks"] * size) * per_frame
+    for layer in range(model.config.layers):
+        keys, values = cache.attended["self", layer]
+        at = f"{prefix}.kv.layer{layer}"
+        compare.check(f"{at}.k", flat(keys))
+        compare.check(f"{at}.v", flat(values))
+        compare.check(f"{at}.text_k", flat(context[layer][0]))
+        compare.check(f"{at}.text_v", flat(context[layer][1]))
+        check_cursors(compare, at, keys.shape[1], end)
+
+
+def causal_forcing_long(golden: GoldenSet, compare: Comparison) -> None:
+    """The rolling window with its moving anchor, FP32."""
+    info = golden.info["config"]
+    sizes, grid = golden.info["model_config"], grid_of(golden.info["latent_hw"])
+    config = replace(infer_config(canonical(golden.weights)), context_len=sizes["text_len"])
+    model = build(golden.weights, with_heads(config, sizes["num_heads"]), torch.float32)
+    size = info["num_frame_per_block"]
+    rule = RollingRule(
+        chunk_frames=size,
+        attention_frames=info["max_attention_frames"],
+        cache_frames=info["cache_frames"],
+    )
+    per_frame = grid[0] * grid[1]
+    cache = open_cache(model, per_frame, size, rule.policy(SPAN_TOKENS), torch.float32)
+    prompt = load_tensors(
+        golden.folder / info["weights"].replace(".weights.safetensors", ".safetensors")
+    )["in.prompt_embeds"]
+    steps = flow_match_steps(info["denoising_step_list"], info["timestep_shift"])
+    driver = RollingForcing(model, cache, model.context_kv(prompt[0]), grid, steps, rule)
+    latents, windows = driver.run(
+        golden["rolling.in.noise"][0].float(),
+        lambda window, chunk: golden[f"rolling.in.w{window}.block{chunk}.noise"].float(),
+        every_clean=True,
+    )
+    for number, window in enumerate(windows):
+        compare.check(f"rolling.fp32.w{number}.timestep", window.timesteps)
+        compare.check(f"rolling.fp32.w{number}.flow", window.flow)
+        compare.check(f"rolling.fp32.w{number}.clean.flow", window.clean_flow)
+    compare.check("rolling.fp32.latents", latents)
+    own = size * per_frame
+    for layer in range(model.config.layers):
+        keys, values = cache.attended["self", layer]
+        at = f"rolling.fp32.kv.layer{layer}"
+        compare.check(f"{at}.anchor_k", flat(keys[:, :own]))
+        compare.check(f"{at}.newest_k", flat(keys[:, -own:]))
+        compare.check(f"{at}.newest_v", flat(values[:, -own:]))
+        held = min(keys.shape[1], rule.cache_frames * per_frame)
+        compare.check(f"{at}.local_end_index", held)
