@@ -31,8 +31,8 @@ ADAPTERS = {
     "wan21_vae": f"{_WAN}_parts:vae",
     "wan22_vae": f"{_WAN}_parts:vae",
     "actions_matrix_game2": f"{_WAN}_parts:matrix_game2_actions",
-    "actions_hy_worldplay": f"{_WAN}_parts:hy_actions",
-    "actions_lingbot_world": f"{_WAN}_parts:lingbot_actions",
+    "actions_hy_worldplay": f"{_WAN}_parts:hy_worldplay_actions",
+    "actions_lingbot_world": f"{_WAN}_parts:lingbot_world_actions",
 }
 DEFAULT_TOLERANCE = {"max_abs": 1e-4, "relative_rms": 2e-5}  # FP32, where a sidecar names none
 

@@ -1,0 +1,34 @@
+"""`check-golden`: every model family against golden tensors, within their own tolerances."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from quantwm.cli.common import emit, names, say
+from quantwm.goldens import FamilyResult, check_folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `check-golden`."""
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of golden files")
+    parser.add_argument(
+        "--families", type=names, default=None, metavar="A,B", help="only these; all without"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check and print; exit status 1 when a family is not ok."""
+    document = check_folder(arguments.folder, arguments.families, _report)
+    emit(document)
+    return 0 if document["ok"] else 1
+
+
+def _report(result: FamilyResult) -> None:
+    word = "ok" if result.ok else "NOT OK"
+    say(
+        f"{result.family}: {word}, max abs {result.max_abs:.3g}, "
+        f"relative rms {result.max_rel:.3g}, {result.worst}"
+    )
+    for place, worst in result.by_chunk().items():
+        say(f"  {place:44s} {worst:.3g}")
