@@ -16,9 +16,10 @@ COMMANDS = {
     "compare": "fidelity and flicker between two recordings or video files",
     "study": "recorded q/k/v tensors through each cache, causally, chunk by chunk",
     "plan": "bytes by part, ratios and peak, before anything is allocated",
+    "check-golden": "every model family against golden tensors, within their tolerances",
     "worlds": "worlds, their licence, the memory they need and what is present",
 }
-"""Name and help of each command; quantwm/cli/<name>.py has add_arguments and run."""
+"""Name and help of each command; quantwm/cli/<name>.py (- as _) has add_arguments and run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,7 +48,7 @@ def _run(arguments: list[str]) -> int:
     for name, text in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name == wanted:
-            module = importlib.import_module(f"quantwm.cli.{name}")
+            module = importlib.import_module(f"quantwm.cli.{name.replace('-', '_')}")
             module.add_arguments(command)
             command.set_defaults(run=module.run)
     if wanted is not None and wanted not in COMMANDS:
