@@ -22,6 +22,7 @@ from quantwm.errors import UserError
 from quantwm.lanes import check_lanes, is_bf16, limit_history, max_tokens_for
 from quantwm.memory import free_bytes, read_memory
 from quantwm.tensor_files import TensorRecorder
+from quantwm.video import fit
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, StartState, World
 
 T = TypeVar("T")
@@ -46,7 +47,8 @@ class Engine:
         world: a loaded world; its weights are shared.
         lanes: from `lanes_for`, or built by hand.
         seed: of the noise; the same seed and actions give the same frames on the same device.
-        scene, image, prompt: what `World.start` takes.
+        scene, image, prompt: what `World.start` takes; image is any uint8 picture or clip, cut and
+            resized to the world's size (`self.image`).
         mode: "free" or "teacher".
         steps: denoising steps, the world's default for its device when None.
         max_tokens: tokens of history kept, for all lanes alike; None keeps the policies' windows
@@ -73,7 +75,8 @@ class Engine:
         recorder: TensorRecorder | None = None,
     ) -> None:
         self.world, self.seed, self.mode = world, _checked_seed(seed), mode
-        self.scene, self.image, self.prompt = scene, image, prompt
+        self.scene, self.prompt = scene, prompt
+        self.image = None if image is None else _fitted(image, world.spec.video_size)
         self.steps = _steps_for(world, steps)
         self.max_tokens = max_tokens_for(world.device, max_tokens)
         spec = world.spec.cache
@@ -357,6 +360,20 @@ def _steps_for(world: World, steps: int | None) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
         raise UserError(f"steps is a whole number from 1 to 1000, got {steps!r}")
     return steps
+
+
+def _fitted(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """A picture [H, W, 3] or clip [T, H, W, 3] in the world's size; a clip of one is a picture."""
+    if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:
+        raise UserError(
+            f"a start picture is uint8 [H, W, 3], a clip [T, H, W, 3]; got {image.dtype} "
+            f"{list(image.shape)}"
+        )
+    if 0 in image.shape:
+        raise UserError("the start picture is empty")
+    pictures = image if image.ndim == 4 else image[None]
+    fitted = np.stack([fit(picture, size) for picture in pictures])
+    return fitted[0] if len(fitted) == 1 else fitted
 
 
 def _check_memory(world: World, lanes: Sequence[LaneConfig]) -> None:

@@ -325,7 +325,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _save_picture(path: Path, pictures: np.ndarray) -> None:
-    """Start frames [T, H, W, 3] below one another in one PNG, which is lossless."""
+    """Start frames [H, W, 3] or [T, H, W, 3] below one another in one PNG, which is lossless."""
     from PIL import Image
 
     Image.fromarray(pictures.reshape(-1, *pictures.shape[-2:])).save(path)

@@ -184,6 +184,8 @@ def fit(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     from PIL import Image
 
     height, width = picture.shape[:2]
+    if (width, height) == size:
+        return picture
     scale = min(width / size[0], height / size[1])
     crop_w, crop_h = max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
     left, top = (width - crop_w) // 2, (height - crop_h) // 2

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         info = session_info(engine, arguments.actions)
         say(engine.explain())
         with SessionWriter(
-            folder, info, video=not arguments.no_video, start_picture=image
+            folder, info, video=not arguments.no_video, start_picture=engine.image
         ) as writer:
             writer.write(engine.start())
             for number_, action in enumerate(actions, 1):

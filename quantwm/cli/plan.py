@@ -1,0 +1,137 @@
+"""`plan`: bytes by part, ratios, scratch and peak, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from quantwm.cache.plan import MethodPlan, Workload, plan
+from quantwm.cli.common import emit, integer, names, number, say, table
+from quantwm.errors import UserError
+from quantwm.worlds.registry import world_spec
+
+DEFAULT_CENTROIDS = 256
+"""The published choice at full size, one codebook per native chunk."""
+
+_GEOMETRY = ("layers", "heads", "head_dim", "tokens", "span")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `plan`."""
+    count = integer(1, 2**40)
+    numbers = parser.add_argument_group("explicit numbers")
+    numbers.add_argument("--layers", type=count)
+    numbers.add_argument("--heads", type=count)
+    numbers.add_argument("--head-dim", type=count)
+    numbers.add_argument("--tokens", type=count, help="of history")
+    numbers.add_argument("--span", type=count, help="tokens that share a codebook")
+    numbers.add_argument(
+        "--chunk", type=count, help="tokens of a chunk; a span is one chunk by default"
+    )
+    world = parser.add_argument_group("or a world")
+    world.add_argument("--world", help="a name that `worlds` lists")
+    world.add_argument("--frames", type=count, help="latent frames of history")
+    world.add_argument("--resolution", metavar="WxH", help="the world's own by default")
+    parser.add_argument("--methods", type=names, default=("bf16", "qvg", "quantwm"))
+    parser.add_argument(
+        "--centroids", type=integer(1, 256), help="of a codebook (256, or the world's own)"
+    )
+    kept = integer(0, 2**40)
+    for part, text in (
+        ("sink", "of the history that stay BF16 at its beginning"),
+        ("recent", "of the history that stay BF16 at its end"),
+        ("current", "of the chunk being denoised"),
+    ):
+        parser.add_argument(f"--{part}-tokens", type=kept, default=0, help=f"tokens {text}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan the methods and print a table and its JSON."""
+    if not arguments.methods:
+        raise UserError("name at least one method, for example --methods bf16,qvg,quantwm")
+    load, settings = _of_world(arguments) if arguments.world else _of_numbers(arguments)
+    planned = plan({name: settings.get(name, {}) for name in arguments.methods}, load)
+    say(_table(planned.methods))
+    emit(
+        {
+            "methods": [method.as_json() for method in planned.methods],
+            "world": arguments.world,
+            "layers": load.layers,
+            "heads": load.heads,
+            "head_dim": load.head_dim,
+            "tokens": load.tokens,
+            "span": load.span_tokens,
+            "chunk": load.chunk_tokens or load.span_tokens,
+            "sink_tokens": load.sink_tokens,
+            "recent_tokens": load.recent_tokens,
+            "current_tokens": load.current_tokens,
+        }
+    )
+    return 0
+
+
+def _of_numbers(
+    arguments: argparse.Namespace,
+) -> tuple[Workload, Mapping[str, Mapping[str, object]]]:
+    missing = [name for name in _GEOMETRY if getattr(arguments, name) is None]
+    if missing or arguments.frames is not None or arguments.resolution is not None:
+        wanted = " ".join(f"--{name.replace('_', '-')} N" for name in _GEOMETRY)
+        raise UserError(f"give {wanted}, or --world NAME --frames N")
+    clustered = {"centroids": arguments.centroids or DEFAULT_CENTROIDS}
+    load = Workload(
+        layers=arguments.layers,
+        heads=arguments.heads,
+        head_dim=arguments.head_dim,
+        tokens=arguments.tokens,
+        span_tokens=arguments.span,
+        chunk_tokens=arguments.chunk,
+        sink_tokens=arguments.sink_tokens,
+        recent_tokens=arguments.recent_tokens,
+        current_tokens=arguments.current_tokens,
+    )
+    return load, {"qvg": clustered, "quantwm": clustered}
+
+
+def _of_world(
+    arguments: argparse.Namespace,
+) -> tuple[Workload, Mapping[str, Mapping[str, object]]]:
+    given = [name for name in (*_GEOMETRY[:4], "chunk") if getattr(arguments, name) is not None]
+    if given or arguments.frames is None:
+        raise UserError("with --world give --frames N and, if need be, --span and --resolution")
+    spec = world_spec(arguments.world)
+    own = "{}x{}".format(*spec.video_size)
+    if arguments.resolution not in (None, own):
+        raise UserError(f"{spec.name} runs at {own}, not at {arguments.resolution[:20]!r}")
+    settings = {name: dict(found) for name, found in spec.format_settings.items()}
+    if arguments.centroids is not None:
+        for name in ("qvg", "quantwm"):
+            settings.setdefault(name, {})["centroids"] = arguments.centroids
+    load = Workload(
+        layers=spec.cache.layers * len(spec.cache.streams),
+        heads=spec.cache.heads,
+        head_dim=spec.cache.head_dim,
+        tokens=arguments.frames * spec.cache.tokens_per_frame,
+        span_tokens=arguments.span or spec.policy.span_tokens,
+        chunk_tokens=spec.cache.tokens_per_chunk,
+        sink_tokens=arguments.sink_tokens,
+        recent_tokens=arguments.recent_tokens,
+        current_tokens=arguments.current_tokens,
+    )
+    return load, settings
+
+
+def _table(methods: Sequence[MethodPlan]) -> str:
+    parts = dict.fromkeys(part for method in methods for part in method.bytes)
+    rows = [["", *(method.method for method in methods)]]
+    for part in parts:
+        rows.append([part, *(_mib(method.bytes.get(part)) for method in methods)])
+    rows.append(["total", *(_mib(method.bytes_total) for method in methods)])
+    rows.append(["scratch", *(_mib(method.scratch_bytes) for method in methods)])
+    rows.append(["peak", *(_mib(method.peak_bytes) for method in methods)])
+    rows.append(["ratio (nominal)", *(number(method.ratio, 3, "x") for method in methods)])
+    rows.append(["ratio (resident)", *(number(m.resident_ratio, 3, "x") for m in methods)])
+    return table(rows)
+
+
+def _mib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:,.2f} MiB"

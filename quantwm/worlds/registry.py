@@ -1,0 +1,73 @@
+"""World names and where their adapters live; an adapter is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.base import Scene, World, WorldSpec
+
+Progress = Callable[[str, float], None]
+"""(stage in words, fraction from 0 to 1)."""
+
+WORLDS: dict[str, str] = {"embedded": "quantwm.worlds.embedded.entry"}
+"""Name -> module that offers the functions of `WorldModule`; only worlds that run are listed."""
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Whether a world's weights are on this machine.
+
+    Attributes:
+        present: all files are there (their hashes are checked when they are loaded).
+        where: their folder. weight_bytes: their size, 0 when unknown.
+        problem: one line that says what is missing, None when present.
+    """
+
+    present: bool
+    where: str
+    weight_bytes: int
+    problem: str | None = None
+
+
+class WorldModule(Protocol):
+    """What the module behind a name offers, as functions."""
+
+    def world_spec(self) -> WorldSpec: ...
+
+    def world_scenes(self) -> Sequence[Scene]: ...
+
+    def presence(self) -> Presence: ...
+
+    def load_world(self, device: torch.device, progress: Progress | None) -> World: ...
+
+
+def world_spec(name: str) -> WorldSpec:
+    """What a world is; nothing is loaded. UserError on an unknown name."""
+    return _module(name).world_spec()
+
+
+def world_scenes(name: str) -> Sequence[Scene]:
+    """The start scenes that ship with a world; nothing is loaded."""
+    return _module(name).world_scenes()
+
+
+def world_presence(name: str) -> Presence:
+    """Whether a world's weights are here; nothing is loaded."""
+    return _module(name).presence()
+
+
+def load_world(name: str, device: torch.device | str, progress: Progress | None = None) -> World:
+    """Load a world's weights, checked against their hashes. UserError when that fails."""
+    return _module(name).load_world(torch.device(device), progress)
+
+
+def _module(name: str) -> WorldModule:
+    if name not in WORLDS:
+        raise UserError(f"unknown world {name[:40]!r}; there are {', '.join(WORLDS)}")
+    return importlib.import_module(WORLDS[name])  # type: ignore[return-value]

@@ -1,0 +1,305 @@
+"""The command line: the JSON last line of every command, exit statuses, one line on bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import small_world
+
+import quantwm.cli.play as play_module
+import quantwm.video as video
+from quantwm.cli import main
+from quantwm.worlds import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+ACTIONS = "w-4, w+right-2, none-2"
+
+
+@pytest.fixture(autouse=True)
+def worlds(monkeypatch):
+    monkeypatch.setitem(registry.WORLDS, "small", "small_world")
+
+
+def call(capsys, *arguments):
+    """Exit status, the JSON last line (or None) and what went to standard error."""
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    document = None
+    if lines:
+        document = json.loads(lines[-1], parse_constant=lambda name: pytest.fail(name))
+    return status, document, err
+
+
+def play(capsys, out, *more, lanes="bf16,qvg,quantwm", actions=ACTIONS):
+    return call(
+        capsys,
+        *("play", "--world", "small", "--device", "cpu", "--actions", actions),
+        *("--lanes", lanes, "--seed", 5, "--out", out, *more),
+    )
+
+
+def test_play_last_line(tmp_path, capsys):
+    status, document, err = play(capsys, tmp_path / "s", "--no-video")
+    assert status == 0
+    assert list(document) == [
+        "frames",
+        "lanes",
+        "fps",
+        "device",
+        "kernels",
+        "session",
+        "weights_sha256",
+    ]
+    assert document["frames"] == 8
+    assert document["weights_sha256"] == "5" * 64
+    assert document["device"] == "cpu"
+    assert document["fps"] > 0
+    assert document["session"] == str(tmp_path / "s")
+    assert [lane["lane"] for lane in document["lanes"]] == ["bf16", "qvg", "quantwm"]
+    for lane in document["lanes"]:
+        assert list(lane) == [
+            "lane",
+            "psnr_to_bf16",
+            "kv_bytes",
+            "ratio",
+            "resident_ratio",
+            "ms_per_chunk",
+        ]
+    assert document["lanes"][0]["psnr_to_bf16"] is None  # identical to itself
+    assert 5 < document["lanes"][1]["psnr_to_bf16"] < 99
+    assert "identical" in err
+
+
+def test_play_writes_videos_and_replay_confirms_them(tmp_path, capsys):
+    pytest.importorskip("av")
+    status, document, _ = play(capsys, tmp_path / "s")
+    assert status == 0
+    frames = video.read_video(tmp_path / "s" / "qvg.mkv", 100)
+    assert len(frames) == document["frames"] == 8
+    status, document, _ = call(capsys, "replay", tmp_path / "s")
+    assert status == 0
+    assert document["bit_identical"] is True
+    assert document["frames"] == 8
+    assert {lane["compared_with"] for lane in document["lanes"]} == {"video"}
+
+
+def test_replay_without_video_compares_hashes(tmp_path, capsys):
+    play(capsys, tmp_path / "s", "--no-video", "--mode", "teacher", "--scene", "hall")
+    status, document, _ = call(capsys, "replay", tmp_path / "s")
+    assert (status, document["bit_identical"]) == (0, True)
+    assert {lane["compared_with"] for lane in document["lanes"]} == {"hashes"}
+
+
+def test_replay_names_the_first_difference(tmp_path, capsys):
+    pytest.importorskip("av")
+    play(capsys, tmp_path / "s")
+    frames = video.read_video(tmp_path / "s" / "qvg.mkv", 100)
+    frames[5, 0, 0, 0] ^= 1
+    with video.LosslessWriter(tmp_path / "s" / "qvg.mkv", 8) as writer:
+        writer.write(frames)
+    status, document, err = call(capsys, "replay", tmp_path / "s")
+    assert status == 1
+    assert document["bit_identical"] is False
+    bf16, qvg, quantwm = document["lanes"]
+    assert (bf16["bit_identical"], quantwm["bit_identical"]) == (True, True)
+    assert qvg["first_difference"] == {"block": 3, "frame": 5}
+    assert "lane qvg: first differs in frame 5" in err
+
+
+def test_replay_checks_the_weights_first(tmp_path, capsys):
+    play(capsys, tmp_path / "s", "--no-video")
+    path = tmp_path / "s" / "session.json"
+    path.write_text(path.read_text().replace("5" * 64, "6" * 64))
+    status, document, err = call(capsys, "replay", tmp_path / "s")
+    assert (status, document) == (2, None)
+    assert "weights 666666666666" in err
+
+
+def test_play_from_a_picture_is_replayed(tmp_path, capsys):
+    from PIL import Image
+
+    picture = np.random.default_rng(0).integers(0, 256, (30, 30, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "start.png")
+    play(capsys, tmp_path / "s", "--no-video", "--image", tmp_path / "start.png")
+    assert (tmp_path / "s" / "start.png").is_file()
+    status, document, _ = call(capsys, "replay", tmp_path / "s")
+    assert (status, document["bit_identical"]) == (0, True)
+
+
+def test_compare_videos_and_sessions(tmp_path, capsys):
+    pytest.importorskip("av")
+    _, played, _ = play(capsys, tmp_path / "s")
+    a, b = tmp_path / "s" / "qvg.mkv", tmp_path / "s" / "bf16.mkv"
+    status, document, _ = call(capsys, "compare", a, b)
+    assert status == 0
+    (pair,) = document["videos"]
+    assert pair["frames"] == len(pair["psnr_per_frame"]) == 8
+    assert pair["psnr_pooled"] == pytest.approx(played["lanes"][1]["psnr_to_bf16"])
+    assert pair["temporal_excess"] > 0
+    status, document, _ = call(capsys, "compare", tmp_path / "s", tmp_path / "s")
+    assert status == 0
+    assert [pair["name"] for pair in document["videos"]] == ["bf16", "qvg", "quantwm"]
+    assert all(pair["identical"] and pair["psnr_pooled"] is None for pair in document["videos"])
+    status, _, err = call(capsys, "compare", a, tmp_path / "s")
+    assert status == 2
+    assert "not one of each" in err
+
+
+def test_play_without_pyav(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(video, "has_pyav", lambda: False)
+    monkeypatch.setattr(play_module, "has_pyav", lambda: False)
+    status, _, err = play(capsys, tmp_path / "s")
+    assert status == 2
+    assert "pip install av" in err and "--no-video" in err
+    assert not (tmp_path / "s").exists()
+    assert play(capsys, tmp_path / "s", "--no-video")[0] == 0
+
+
+def test_recorded_tensors_can_be_studied(tmp_path, capsys):
+    file = tmp_path / "qkv.safetensors"
+    play(capsys, tmp_path / "s", "--no-video", "--record-tensors", file, "--record-layers", "1")
+    status, document, _ = call(capsys, "study", file, "--span", 48, "--centroids", 8)
+    assert status == 0
+    assert document["layers"] == [1]
+    assert (document["tokens"], document["chunk"]) == ((4 + 8) * 6, 12)
+    assert [found["method"] for found in document["methods"]] == ["bf16", "qvg", "quantwm"]
+    assert {
+        "method",
+        "bits_per_element",
+        "ratio",
+        "k_rel_mse",
+        "v_rel_mse",
+        "logit_mse",
+        "token_shift",
+        "attention_output_rel_mse",
+    } <= set(document["methods"][0])
+    assert document["methods"][0]["k_rel_mse"] == 0
+
+
+def test_plan_of_numbers(capsys):
+    status, document, _ = call(
+        capsys,
+        *("plan", "--layers", 48, "--heads", 32, "--head-dim", 128),
+        *("--tokens", 29640, "--span", 29640, "--methods", "qvg,quantwm"),
+    )
+    assert status == 0
+    qvg, quantwm = document["methods"]
+    assert qvg["ratio"] == pytest.approx(6.88, abs=0.005)
+    assert quantwm["ratio"] == pytest.approx(5.99, abs=0.005)
+    wanted = {"method", "ratio", "resident_ratio", "bytes", "bytes_total", "bytes_bf16"}
+    for method in document["methods"]:
+        assert wanted | {"scratch_bytes", "peak_bytes"} <= set(method)
+        assert method["bytes_total"] == sum(method["bytes"].values())
+        assert method["peak_bytes"] == method["bytes_total"] + method["scratch_bytes"]
+
+
+def test_plan_of_a_world(capsys):
+    arguments = ("plan", "--world", "small", "--frames", 8)
+    status, document, _ = call(capsys, *arguments, "--resolution", "12x8")
+    assert status == 0
+    assert document["tokens"] == 48
+    assert document["methods"][0]["bytes_total"] == 48 * small_world.SPEC.cache.bf16_bytes_per_token
+    status, _, err = call(capsys, *arguments, "--resolution", "640x480")
+    assert status == 2
+    assert "runs at 12x8" in err
+
+
+def test_worlds(capsys):
+    status, document, err = call(capsys, "worlds")
+    assert status == 0
+    small = next(world for world in document["worlds"] if world["world"] == "small")
+    assert small["present"] is True
+    assert small["licence"] == "Apache-2.0"
+    assert [scene["name"] for scene in small["scenes"]] == ["room", "hall"]
+    assert small["memory_bytes"] > small["weight_bytes"]
+    assert "forward" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "name a command: play, replay"),
+        (["fly"], "unknown command 'fly'; there are play"),
+        (["play"], "--actions"),
+        (["play", "--actions", "w-4", "--world", "mars"], "unknown world 'mars'; there are"),
+        (["play", "--actions", "w-4", "--lanes", "bf16,x"], "unknown lane 'x'; there are bf16"),
+        (["play", "--actions", "x-4"], "unknown key 'x' at character 1; this world knows w"),
+        (["play", "--actions", "w-"], "whole number from 1"),
+        (["play", "--actions", "w-4", "--seed", "-1"], "--seed"),
+        (["play", "--actions", "w-4", "--mode", "x"], "--mode"),
+        (["play", "--actions", "w-4", "--device", "tpu"], "unknown device 'tpu'"),
+        (["play", "--actions", "w-4", "--device", "cuda:99"], "does not exist"),
+        (["play", "--actions", "w-4", "--scene", "x", "--no-video"], "there are room, hall"),
+        (["play", "--actions", "w-4", "--image", "none.png"], "no such file"),
+        (["play", "--actions", "w-4", "--nonsense"], "--nonsense"),
+        (["play", "--actions", "w-4", "--lanes", "qvg", "--mode", "teacher"], "needs a bf16 lane"),
+        (["play", "--actions", "w-4", "--max-tokens", "7"], "too short"),
+        (["replay", "none"], "no such session folder"),
+        (["compare", "none.mkv", "none.mkv"], "no such file"),
+        (["study", "none.safetensors"], "no such file"),
+        (["study", __file__], "not a readable safetensors file"),
+        (["plan"], "--layers N"),
+        (["plan", "--world", "small"], "--frames N"),
+        (["worlds", "x"], "unrecognized arguments: x"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments, words, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if arguments[:1] == ["play"] and "--world" not in arguments:
+        arguments = [*arguments, "--world", "small"]
+    status, document, err = call(capsys, *arguments)
+    assert (status, document) == (2, None)
+    last = err.splitlines()[-1]
+    assert last.startswith("quantwm: ")
+    assert words in last
+    assert "Traceback" not in err
+
+
+def test_interrupt_is_clean(tmp_path, capsys, monkeypatch):
+    world = small_world.SmallWorld()
+    world.fail["generate"] = ("qvg", KeyboardInterrupt())
+    monkeypatch.setattr(small_world, "load_world", lambda device, progress: world)
+    status, document, err = play(capsys, tmp_path / "s", "--no-video")
+    assert (status, document) == (130, None)
+    assert err.splitlines()[-1] == "quantwm: stopped"
+    assert json.loads((tmp_path / "s" / "session.json").read_text())["complete"] is False
+
+
+def test_help_of_every_command(capsys):
+    from quantwm.cli import COMMANDS
+
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as left:
+            main([command, "--help"])
+        assert left.value.code == 0
+        assert command in capsys.readouterr().out
+
+
+def test_as_a_program():
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "quantwm", "plan", "--layers", "1", "--heads", "1"),
+            *("--head-dim", "128", "--tokens", "512", "--span", "256", "--centroids", "16"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["tokens"] == 512
+    done = subprocess.run(
+        [sys.executable, "-m", "quantwm", "play", "--world", "mars", "--actions", "w"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "unknown world 'mars'" in done.stderr
