@@ -75,8 +75,9 @@ class Engine:
         recorder: TensorRecorder | None = None,
     ) -> None:
         self.world, self.seed, self.mode = world, _checked_seed(seed), mode
-        self.scene, self.prompt = scene, prompt
         self.image = None if image is None else _fitted(image, world.spec.video_size)
+        self.scene = scene if image is not None else scene or _first_scene(world)
+        self.prompt = prompt
         self.steps = _steps_for(world, steps)
         self.max_tokens = max_tokens_for(world.device, max_tokens)
         spec = world.spec.cache
@@ -360,6 +361,12 @@ def _steps_for(world: World, steps: int | None) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
         raise UserError(f"steps is a whole number from 1 to 1000, got {steps!r}")
     return steps
+
+
+def _first_scene(world: World) -> str | None:
+    # named, so that a session repeats its scene even after others were added before it
+    scenes = world.scenes()
+    return scenes[0].name if scenes else None
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,12 @@ def run(names=ALL, *, seed=1, actions=ACTIONS, world=None, **options):
     world = world or SmallWorld()
     with Engine(world, lanes_for(SPEC, names), seed=seed, **options) as engine:
         return [engine.start(), *[engine.step(action) for action in actions]]
+
+
+@functools.cache
+def baseline():
+    """The run that most tests compare with; made once."""
+    return run()
 
 
 def frames(blocks, lane):
@@ -78,19 +86,20 @@ def test_a_lane_alone_equals_the_lane_among_others(lane, mode):
 def test_order_of_lanes_does_not_matter():
     turned = run(tuple(reversed(ALL)))
     for lane in ALL:
-        np.testing.assert_array_equal(frames(run(), lane), frames(turned, lane))
+        np.testing.assert_array_equal(frames(baseline(), lane), frames(turned, lane))
 
 
 def test_same_seed_and_keys_give_the_same_frames_and_others_do_not():
+    again = run()
     for lane in ALL:
-        np.testing.assert_array_equal(frames(run(), lane), frames(run(), lane))
+        np.testing.assert_array_equal(frames(again, lane), frames(baseline(), lane))
     assert not np.array_equal(frames(run(seed=1), "bf16"), frames(run(seed=2), "bf16"))
     other = parse_actions("left-12", SPEC.keys, 2)
-    assert not np.array_equal(frames(run(), "bf16"), frames(run(actions=other), "bf16"))
+    assert not np.array_equal(frames(baseline(), "bf16"), frames(run(actions=other), "bf16"))
 
 
 def test_unrelated_random_numbers_do_not_matter():
-    want = frames(run(), "quantwm")
+    want = frames(baseline(), "quantwm")
     torch.manual_seed(99)
     torch.rand(1000)
     state = torch.get_rng_state()
@@ -144,7 +153,7 @@ def test_teacher_mode_gives_every_lane_the_same_history():
         for ours, theirs in zip(committed[name], committed["bf16"], strict=True):
             assert torch.equal(ours, theirs)
     # the BF16 lane is its own teacher, and the others still show their own frames
-    np.testing.assert_array_equal(frames(blocks, "bf16"), frames(run(), "bf16"))
+    np.testing.assert_array_equal(frames(blocks, "bf16"), frames(baseline(), "bf16"))
     assert not np.array_equal(frames(blocks, "qvg"), frames(blocks, "bf16"))
 
 
@@ -181,7 +190,7 @@ def test_failed_denoising_leaves_the_engine_usable():
         assert "\n" not in str(caught.value)
         blocks += [engine.step(action) for action in ACTIONS[1:]]
     for lane in ALL:
-        np.testing.assert_array_equal(frames(blocks, lane), frames(run(), lane))
+        np.testing.assert_array_equal(frames(blocks, lane), frames(baseline(), lane))
 
 
 def test_nan_latents_are_named_and_dropped():
@@ -201,7 +210,7 @@ def test_nan_latents_are_named_and_dropped():
             engine.step(ACTIONS[0])
         world.generate_chunk = original
         blocks += [engine.step(action) for action in ACTIONS]
-    np.testing.assert_array_equal(frames(blocks, "bf16"), frames(run(), "bf16"))
+    np.testing.assert_array_equal(frames(blocks, "bf16"), frames(baseline(), "bf16"))
 
 
 def test_failed_first_commit_leaves_the_engine_usable():
@@ -212,7 +221,7 @@ def test_failed_first_commit_leaves_the_engine_usable():
         with pytest.raises(UserError, match="clean pass of lane bf16 failed in chunk 1"):
             engine.step(ACTIONS[0])
         blocks += [engine.step(action) for action in ACTIONS]
-    np.testing.assert_array_equal(frames(blocks, "quantwm"), frames(run(), "quantwm"))
+    np.testing.assert_array_equal(frames(blocks, "quantwm"), frames(baseline(), "quantwm"))
 
 
 def test_failed_later_commit_closes_the_engine_in_one_line():
@@ -285,3 +294,32 @@ def test_bad_scene_and_action():
     engine.start()
     with pytest.raises(UserError, match="unknown key 'up'"):
         engine.step(ChunkAction.held(frozenset({"up"}), 2))
+
+
+@functools.cache
+def tiny_world():
+    from quantwm.worlds.embedded.adapter import EmbeddedWorld
+
+    return EmbeddedWorld.random("tiny", seed=0)
+
+
+def run_tiny(names, **options):
+    world = tiny_world()
+    actions = parse_actions("w-4, right-4", world.spec.keys, 4)
+    with Engine(world, lanes_for(world.spec, names), seed=3, steps=2, **options) as engine:
+        return [engine.start(), *[engine.step(action) for action in actions]]
+
+
+@pytest.mark.parametrize("lane", ALL)
+def test_embedded_world_lane_alone_equals_lane_among_others(lane):
+    together = run_tiny(ALL)
+    np.testing.assert_array_equal(frames(run_tiny((lane,)), lane), frames(together, lane))
+    assert not np.array_equal(frames(together, "bf16"), frames(together, "qvg"))
+
+
+def test_embedded_world_takes_a_picture_and_teacher_mode():
+    picture = np.random.default_rng(0).integers(0, 256, (70, 50, 3), dtype=np.uint8)
+    blocks = run_tiny(("bf16", "qvg"), image=picture, mode="teacher")
+    again = run_tiny(("bf16", "qvg"), image=picture, mode="teacher")
+    np.testing.assert_array_equal(frames(blocks, "qvg"), frames(again, "qvg"))
+    assert blocks[-1].lanes[0].tokens == blocks[-1].lanes[1].tokens
