@@ -8,6 +8,36 @@ from quantwm.errors import UserError
 
 
 @dataclass(frozen=True)
+class RopeLayout:
+    """How positions are in the keys of a stream. Formats that undo rotation read it.
+
+    RoPE turns interleaved pairs (2j, 2j+1): first the pairs of time, then of the row, then of the
+    column, each pair by position * theta**(-2j/d) with d the channels of its axis, as in Wan.
+    Channels behind the split are not turned.
+
+    Attributes:
+        split: channels for (frame, row, column), even; together at most head_dim.
+        grid: rows and columns of tokens of a latent frame.
+        theta: base of the frequencies.
+        baked: keys and queries come turned by their absolute position; False when a world caches
+            them before RoPE and turns them at read.
+    """
+
+    split: tuple[int, int, int]
+    grid: tuple[int, int]
+    theta: float = 10000.0
+    baked: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.split) != 3 or any(size < 0 or size % 2 for size in self.split):
+            raise UserError(f"a RoPE split is three even channel counts, got {self.split}")
+        if len(self.grid) != 2 or min(self.grid) < 1:
+            raise UserError(f"a RoPE grid is rows and columns of at least 1, got {self.grid}")
+        if not 1.0 < self.theta < float("inf"):
+            raise UserError(f"RoPE theta must be above 1, got {self.theta}")
+
+
+@dataclass(frozen=True)
 class CacheSpec:
     """Geometry of the attention that a cache serves.
 
@@ -19,6 +49,8 @@ class CacheSpec:
         companions: streams of another geometry, (name, CacheSpec), cached frame by frame beside
             these in BF16 (Matrix-Game-2's "mouse" and "keyboard"). Their layers are those that
             have one, counted from 0.
+        rope: how positions are in the keys, for formats that undo it; None when that is unknown
+            or the keys carry no position.
     """
 
     layers: int
@@ -28,6 +60,7 @@ class CacheSpec:
     frames_per_chunk: int
     streams: tuple[str, ...] = ("self",)
     companions: tuple[tuple[str, CacheSpec], ...] = ()
+    rope: RopeLayout | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "tokens_per_frame", "frames_per_chunk"):
@@ -38,6 +71,16 @@ class CacheSpec:
         names = [*self.streams, *(name for name, _ in self.companions)]
         if len(set(names)) != len(names):
             raise UserError(f"companion streams must have names of their own, got {names}")
+        if self.rope is not None:
+            self._check_rope(self.rope)
+
+    def _check_rope(self, rope: RopeLayout) -> None:
+        if sum(rope.split) > self.head_dim:
+            raise UserError(f"RoPE split {rope.split} is above head_dim {self.head_dim}")
+        if rope.grid[0] * rope.grid[1] != self.tokens_per_frame:
+            raise UserError(
+                f"RoPE grid {rope.grid} does not hold the {self.tokens_per_frame} tokens of a frame"
+            )
 
     @property
     def tokens_per_chunk(self) -> int:

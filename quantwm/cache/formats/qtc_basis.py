@@ -1,0 +1,153 @@
+"""The basis of a span: where errors are plain, what each channel gets, and the rows to read it by.
+
+With M the metric of errors and S the covariance of what is coded, M = L L^T and
+L^T S L = V diag(l) V^T: analysis T = L V, synthesis T^-1 = V^T L^-1. In y = (x - mean) T the cost of
+an error is its plain square and the channels are uncorrelated with variances l. (Any root of M does;
+the Cholesky factor saves the eigendecomposition that M^(1/2) would take.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.formats.qtc_levels import DISTORTIONS
+from quantwm.cache.formats.qtc_planes import BLOCK, Widths
+
+MIN_VARIANCE = 2.0**-20
+"""Floor of a channel's mean variance, in squared units of x: below it gains would run out."""
+ROUNDING = 2.0**-16
+"""Floor of the same, as a part of the mean square of x: BF16 carries noise of 2**-9 of a number."""
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a span is read by, per head.
+
+    Attributes:
+        rows: int8 [H, u, D], synthesis rows times their channel's deviation, widest channels first.
+        row_scales: bfloat16 [H, u].
+        mean: bfloat16 [H, D], of the tokens that taught the basis.
+        widths: uint8 [H, u / 16], bits of each block.
+        host_widths: the same on the host.
+    """
+
+    rows: Tensor
+    row_scales: Tensor
+    mean: Tensor
+    widths: Tensor
+    host_widths: tuple[Widths, ...]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows, self.row_scales, self.mean, self.widths)
+
+    def matrix(self) -> Tensor:
+        """Synthesis as it is read, float32 [H, u, D]."""
+        return self.rows.float() * self.row_scales.float().unsqueeze(-1)
+
+
+def covariance(scatter: Tensor, count: int, mean: Tensor, shrinkage: float) -> Tensor:
+    """Positive definite covariance, float64 [..., D, D].
+
+    scatter: sum of (x - m)(x - m)^T over `count` tokens about the means that were stored for them;
+    mean: float [..., D]. Shrunk towards its own mean variance, which is floored.
+    """
+    cov = scatter.double() / max(count, 1)
+    cov = (cov + cov.transpose(-1, -2)) / 2
+    eye = torch.eye(cov.shape[-1], dtype=torch.float64, device=cov.device)
+    variance = cov.diagonal(dim1=-2, dim2=-1).mean(-1)
+    power = variance + mean.double().square().mean(-1)
+    floor = torch.clamp(ROUNDING * power, min=MIN_VARIANCE)
+    level = torch.maximum(variance, floor)[..., None, None]
+    return (1.0 - shrinkage) * cov + shrinkage * level * eye
+
+
+def fit_basis(
+    cov: Tensor, metric: Tensor | None, mean: Tensor, budget: int, rows: int, max_width: int
+) -> Basis:
+    """Basis, widths and rows of one layer's heads.
+
+    cov, metric: float64 [H, D, D], positive definite (metric None: the identity); mean [H, D];
+    budget: bits a token; rows: channels that may be coded, a multiple of 16.
+    """
+    variances, synthesis = eigen_rows(cov, metric)
+    blocks = variances[:, :rows].unflatten(1, (-1, BLOCK)).mean(-1).tolist()
+    widths = [allocate(block, budget // BLOCK, max_width) for block in blocks]
+    scaled = synthesis[:, :rows] * variances[:, :rows].sqrt().unsqueeze(-1)
+    row_scales = (scaled.abs().amax(-1) / 127.0).to(torch.bfloat16)
+    divisor = row_scales.double().clamp(min=torch.finfo(torch.bfloat16).tiny).unsqueeze(-1)
+    coded = torch.round(scaled / divisor).clamp(-127, 127).to(torch.int8)
+    return Basis(
+        rows=coded,
+        row_scales=row_scales,
+        mean=mean.to(torch.bfloat16),
+        widths=torch.tensor(widths, dtype=torch.uint8, device=cov.device),
+        host_widths=tuple(widths),
+    )
+
+
+def eigen_rows(cov: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Variances [H, D], largest first, and synthesis rows [H, D, D] = T^-1, float64."""
+    if metric is None:
+        values, vectors = torch.linalg.eigh(cov)
+        return _descending(values), vectors.flip(-1).transpose(-1, -2)
+    root = torch.linalg.cholesky(metric)
+    values, vectors = torch.linalg.eigh(root.transpose(-1, -2) @ cov @ root)
+    rows = torch.linalg.solve_triangular(root, vectors.transpose(-1, -2), upper=False, left=False)
+    return _descending(values), rows.flip(-2)
+
+
+def _descending(values: Tensor) -> Tensor:
+    """Largest first; rounding may leave the smallest below zero, so they are floored."""
+    values = values.flip(-1)
+    return torch.maximum(values, values[..., :1] * 1e-12)
+
+
+def allocate(variances: list[float], words: int, max_width: int) -> Widths:
+    """Widths of blocks with these mean variances, `words` block bits in all: greedy.
+
+    Each bit goes where it takes most off the sum of variance * distortion(width). Variances fall,
+    so widths do not increase.
+    """
+    widths = [0] * len(variances)
+    for _ in range(words):
+        gains = [
+            variance * (DISTORTIONS[width] - DISTORTIONS[width + 1]) if width < max_width else -1.0
+            for variance, width in zip(variances, widths, strict=True)
+        ]
+        best = max(range(len(gains)), key=lambda block: (gains[block], -block))
+        if gains[best] < 0:
+            break
+        widths[best] += 1
+    return tuple(widths)
+
+
+def expected_cost(variances: Tensor, widths: Widths) -> float:
+    """Mean cost of a token's error: coded channels by their width, the others whole."""
+    part = torch.tensor([DISTORTIONS[w] for w in widths], dtype=torch.float64).repeat_interleave(
+        BLOCK
+    )
+    coded = len(part)
+    return float((variances[:coded].cpu() * part).sum() + variances[coded:].sum())
+
+
+def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
+    """Projection on the rows as they are stored, float32 [H, D, u].
+
+    The least-squares coordinates in this metric, M R^T (R M R^T)^-1, so the rounding of the rows
+    costs nothing that their span can make up for.
+    """
+    rows = basis.matrix().double()
+    if metric is None:
+        weighted = rows.transpose(-1, -2)
+    else:
+        weighted = metric @ rows.transpose(-1, -2)
+    gram = rows @ weighted
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-60).rsqrt()
+    normal = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    eye = torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
+    factor = torch.linalg.cholesky(normal + 1e-9 * eye)
+    solved = torch.cholesky_solve((weighted * scale.unsqueeze(-2)).transpose(-1, -2), factor)
+    return (solved * scale.unsqueeze(-1)).transpose(-1, -2).float().contiguous()

@@ -1,0 +1,115 @@
+"""Lloyd-Max levels of the unit Gaussian for 1 to 6 bits, and the quantizer built on them."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 6
+
+
+def lloyd_max(bits: int, iterations: int = 20000) -> list[float]:
+    """The positive half of the 2**bits levels that minimise the mean squared error.
+
+    Lloyd's two conditions in turn: borders half-way between levels, levels at the mean of the
+    density between borders. 6 bits settle to 12 digits within 20,000 rounds.
+    """
+    count = 2 ** (bits - 1)
+    levels = [4.0 * (i + 0.5) / count for i in range(count)]
+    for _ in range(iterations):
+        borders = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+        updated = [_mean(a, b) for a, b in pairwise(borders)]
+        moved = max(abs(a - b) for a, b in zip(levels, updated, strict=True))
+        levels = updated
+        if moved < 1e-13:
+            break
+    return levels
+
+
+def distortion(levels: list[float] | tuple[float, ...]) -> float:
+    """Mean squared error of a unit Gaussian on these positive levels and their mirror image."""
+    borders = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
+    cells = zip(levels, pairwise(borders), strict=True)
+    # At a centroid, E[(x - level)^2] = E[x^2] - level^2 P per cell.
+    return 1.0 - 2.0 * sum(level**2 * _mass(a, b) for level, (a, b) in cells)
+
+
+def _mass(low: float, high: float) -> float:
+    return 0.5 * (math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2)))
+
+
+def _mean(low: float, high: float) -> float:
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    return (density(low) - density(high)) / _mass(low, high)
+
+
+def source_text() -> str:
+    """The tables below as code, as `lloyd_max` gives them."""
+    lines = ["HALF_LEVELS: tuple[tuple[float, ...], ...] = ("]
+    for bits in range(1, MAX_WIDTH + 1):
+        row = [f"{level:.9f}" for level in lloyd_max(bits)]
+        lines.append("    (")
+        for start in range(0, len(row), 7):
+            lines.append("        " + ", ".join(row[start : start + 7]) + ",")
+        lines.append("    ),")
+    return "\n".join([*lines, ")"])
+
+
+HALF_LEVELS: tuple[tuple[float, ...], ...] = (
+    (
+        0.797884561,
+    ),
+    (
+        0.452780035, 1.510417608,
+    ),
+    (
+        0.245094179, 0.756005281, 1.343909279, 2.151945705,
+    ),
+    (
+        0.128395030, 0.388048299, 0.656759119, 0.942340456, 1.256231197, 1.618046386, 2.069017227,
+        2.732589571,
+    ),
+    (
+        0.065889660, 0.198051830, 0.331378306, 0.466699523, 0.604933624, 0.747135704, 0.894565117,
+        1.048783320, 1.211804381, 1.386340340, 1.576228079, 1.787233218, 2.028728399, 2.317739404,
+        2.691119577, 3.260732493,
+    ),
+    (
+        0.033409506, 0.100278289, 0.167296903, 0.234566985, 0.302192846, 0.370282645, 0.438949672,
+        0.508313781, 0.578503031, 0.649655581, 0.721921941, 0.795467656, 0.870476587, 0.947154945,
+        1.025736349, 1.106488240, 1.189720142, 1.275794486, 1.365141020, 1.458276375, 1.555831225,
+        1.658588900, 1.767541883, 1.883977241, 2.009611043, 2.146810217, 2.298981210, 2.471304798,
+        2.672273835, 2.917406791, 3.240437055, 3.744101271,
+    ),
+)
+"""`source_text()` of the functions above; a test compares them."""
+
+DISTORTIONS = (1.0, *(distortion(half) for half in HALF_LEVELS))
+"""Of a unit Gaussian coded with 0 .. 6 bits."""
+
+
+def table(device: torch.device) -> Tensor:
+    """All levels behind each other, float32 [128]: b bits begin at 2**b, level 1 is the 0 of 0 bits.
+
+    So `levels[2**b + code]` is the level of a b-bit code, for b from 0 to 6.
+    """
+    rows = [torch.zeros(2)]
+    rows += [torch.tensor([-x for x in reversed(half)] + list(half)) for half in HALF_LEVELS]
+    return torch.cat(rows).to(device)
+
+
+def borders(bits: int, device: torch.device) -> Tensor:
+    """Values at which the code changes, float32 [2**bits - 1]."""
+    half = HALF_LEVELS[bits - 1]
+    positive = [(a + b) / 2 for a, b in pairwise(half)]
+    return torch.tensor([-x for x in reversed(positive)] + [0.0, *positive], device=device)
+
+
+def quantize(x: Tensor, bits: int) -> Tensor:
+    """Code of the nearest level. x: float32, any shape -> uint8; the lower one on a tie."""
+    return torch.bucketize(x.contiguous(), borders(bits, x.device)).to(torch.uint8)

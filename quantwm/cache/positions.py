@@ -1,0 +1,107 @@
+"""Where cached tokens stand and how RoPE turned their keys: positions, angles, rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.spec import RopeLayout
+
+
+@dataclass(frozen=True)
+class TokenPositions:
+    """Absolute places of tokens; place = latent frame * tokens_per_frame + cell of the frame.
+
+    Attributes:
+        first: place of the first token.
+        count: tokens.
+        places: int32 [count] on the CPU once tokens between were dropped; None while the tokens
+            follow each other without a gap.
+    """
+
+    first: int
+    count: int
+    places: Tensor | None = None
+
+    def select(self, keep: slice | Tensor) -> TokenPositions:
+        """Of the tokens in a range, or at ascending int64 positions (a CPU tensor)."""
+        if isinstance(keep, slice) and self.places is None:
+            start, stop, _ = keep.indices(self.count)
+            return TokenPositions(self.first + start, max(stop - start, 0))
+        return _compact(self.tensor(0, self.count)[keep])
+
+    def joined(self, later: TokenPositions) -> TokenPositions:
+        """These and later tokens behind them."""
+        if self.places is None and later.places is None:
+            if self.first + self.count == later.first:
+                return TokenPositions(self.first, self.count + later.count)
+        ours, theirs = (p.tensor(0, p.count) for p in (self, later))
+        return _compact(torch.cat((ours, theirs)))
+
+    def tensor(self, start: int, stop: int) -> Tensor:
+        """Places of tokens start..stop-1, int64 on the CPU."""
+        if self.places is not None:
+            return self.places[start:stop].long()
+        return torch.arange(self.first + start, self.first + stop)
+
+
+def _compact(places: Tensor) -> TokenPositions:
+    count = len(places)
+    if not count:
+        return TokenPositions(0, 0)
+    first, last = int(places[0]), int(places[-1])
+    gapless = last - first + 1 == count
+    return TokenPositions(first, count, None if gapless else places.to(torch.int32))
+
+
+def frequencies(layout: RopeLayout) -> Tensor:
+    """Angle of each pair per step along its axis, float64 [pairs]."""
+    parts = [
+        layout.theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
+        for size in layout.split
+        if size
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def axes(layout: RopeLayout) -> Tensor:
+    """Axis of each pair: 0 time, 1 row, 2 column; int64 [pairs]."""
+    return torch.repeat_interleave(torch.arange(3), torch.tensor(layout.split) // 2)
+
+
+def turns(
+    layout: RopeLayout, positions: TokenPositions, start: int, stop: int, device: torch.device
+) -> Tensor:
+    """exp(i angle) of every pair of tokens start..stop-1, complex64 [stop - start, pairs].
+
+    Angles are built in float64 per axis (a frame number times frequency 1 keeps every digit that
+    float32 can hold of a cosine) and gathered per token, so one call costs few transcendentals.
+    """
+    rows, columns = layout.grid
+    places = positions.tensor(start, stop)
+    frame, cell = places // (rows * columns), places % (rows * columns)
+    first_frame = int(frame.min()) if len(frame) else 0
+    frames = int(frame.max()) - first_frame + 1 if len(frame) else 0
+    steps = (
+        torch.arange(first_frame, first_frame + frames),
+        torch.arange(rows),
+        torch.arange(columns),
+    )
+    where = (frame - first_frame, cell // columns, cell % columns)
+    speeds = frequencies(layout).split([size // 2 for size in layout.split])
+    parts = []
+    for step, index, speed in zip(steps, where, speeds, strict=True):
+        angles = torch.outer(step.double(), speed)
+        table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        parts.append(table.to(device).index_select(0, index.to(device)))
+    return torch.cat(parts, dim=1)
+
+
+def rotate_(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:
+    """Turn the leading pairs (2j, 2j+1) of x in place. x: float32 [H, N, D], D contiguous."""
+    turned = 2 * turn.shape[1]
+    pairs = torch.view_as_complex(x[..., :turned].unflatten(-1, (-1, 2)))
+    pairs *= turn.conj() if inverse else turn
+    return x

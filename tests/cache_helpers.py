@@ -1,0 +1,79 @@
+"""Small caches for tests: geometry, random layers, one chunk through a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
+
+SPEC = CacheSpec(layers=2, heads=2, head_dim=16, tokens_per_frame=3, frames_per_chunk=2)
+SETTINGS: dict[str, dict[str, object]] = {
+    "bf16": {},
+    "qvg": {"centroids": 4, "group_size": 8},
+    "quantwm": {"centroids": 4, "group_size": 8, "rank": 2},
+}
+
+
+def make_cache(
+    name: str,
+    policy: CachePolicy | None = None,
+    spec: CacheSpec = SPEC,
+    settings: Mapping[str, object] | None = None,
+    seed: int = 0,
+) -> KVCache:
+    fmt = make_format(name, **(SETTINGS[name] if settings is None else settings))
+    policy = CachePolicy(span_tokens=12) if policy is None else policy
+    return KVCache(spec, fmt, policy, dtype=torch.float32, seed=seed)
+
+
+def qkv(seed: int, tokens: int, spec: CacheSpec = SPEC) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k, v [H, tokens, D] in float32; queries with a direction of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (spec.heads, tokens, spec.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    q[..., 0] *= 4.0
+    return q, k, v
+
+
+def chunk_seed(first_frame: int, slot: int, salt: int = 0) -> int:
+    return (salt * 1000 + first_frame) * 100 + slot
+
+
+def run_chunk(
+    cache: KVCache,
+    frames: int | None = None,
+    salt: int = 0,
+    keep_mask: Tensor | None = None,
+    passes: int = 1,
+) -> list[Tensor]:
+    """Denoise and commit one chunk of data that depends on its frame; the clean outputs."""
+    first = cache.next_frame or 0
+    frames = cache.spec.frames_per_chunk if frames is None else frames
+    cache.begin_chunk(first, frames)
+    outputs = []
+    for number in range(passes + 1):
+        clean = number == passes
+        for layer in range(cache.spec.layers):
+            seed = chunk_seed(first, layer, salt) + (0 if clean else 50)
+            q, k, v = qkv(seed, frames * cache.spec.tokens_per_frame, cache.spec)
+            out = cache.attend(layer, q, k, v, clean=clean)
+            if clean:
+                outputs.append(out)
+    cache.finalize_chunk(keep_mask)
+    return outputs
+
+
+def packed_tensors(cache: KVCache) -> list[Tensor]:
+    """Every tensor of the history, in a fixed order."""
+    return [tensor for segment in cache._segments for _, tensor in segment.parts()]
+
+
+def same_bytes(first: KVCache, second: KVCache) -> bool:
+    ours, theirs = packed_tensors(first), packed_tensors(second)
+    return len(ours) == len(theirs) and all(
+        a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(ours, theirs, strict=True)
+    )
