@@ -75,6 +75,8 @@ def make_case(
     weights /= weights.mean(dim=1, keepdim=True)
     basis = torch.linalg.qr(normal(heads, dim, rank))[0].to(torch.bfloat16).contiguous()
     eigenvalues = torch.rand(heads, rank, generator=generator).sort(descending=True).values
+    if extremes and heads > 1:
+        eigenvalues[-1] = 0  # nothing to gain there: the gate refuses every row
     # The view is as an attention layer hands it over: heads inside tokens.
     x = x.transpose(0, 1).contiguous().to(device).transpose(0, 1)
     return Case(
@@ -99,6 +101,16 @@ def agree_qsac(ops: Ops, case: Case, candidates: int = 4) -> None:
     ids = ops.assign_qsac(case.x, case.centroids, case.weights, case.group_size, candidates)
     expected = reference.assign_qsac(x, centroids, weights, case.group_size, candidates)
     _assignment_ties(x, centroids, ids.cpu(), expected, weights, candidates, case.group_size)
+
+
+def agree_on_equal_centroids(ops: Ops, case: Case) -> None:
+    """Of two equal centroids the one with the smaller index is taken."""
+    count = min(case.centroids.shape[1], 128)
+    twice = torch.cat((case.centroids[:, :count],) * 2, dim=1)
+    plain = ops.assign(case.x, twice)
+    ranged = ops.assign_qsac(case.x, twice, case.weights, case.group_size, 4)
+    require((plain < count).all(), "assign took the later of two equal centroids")
+    require((ranged < count).all(), "assign_qsac took the later of two equal centroids")
 
 
 def _assignment_ties(
@@ -208,7 +220,7 @@ def _psac_rows(case: Case, ids: Tensor, packed: tuple[Tensor, ...]) -> None:
     terms = case.eigenvalues.cpu().double().unsqueeze(1)
     gain = ((exact.square() - (exact - rounded * step).square()) * terms).sum(-1)
     energy = (exact.square() * terms).sum(-1)
-    off = ((gain > 0) != kept) & (gain.abs() > CODE_TIE * energy)
+    off = ((gain > 0) != kept) & (gain.abs() >= CODE_TIE * energy)
     require(not off.any(), f"the PSAC gate is wrong in {int(off.sum())} rows")
 
 
@@ -292,6 +304,7 @@ def agree(ops: Ops, case: Case, clip: float = 1.0, truncates: bool = False) -> N
     """Every primitive on one case."""
     ids = agree_assign(ops, case)
     agree_qsac(ops, case)
+    agree_on_equal_centroids(ops, case)
     agree_update(ops, case, ids)
     qvg = agree_encode_qvg(ops, case, ids)
     quantwm = agree_encode_quantwm(ops, case, ids, clip)

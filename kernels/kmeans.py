@@ -186,10 +186,11 @@ def _prepare(
     # A BF16 centroid is its own operand; products with weights or float32 means need 16 bits.
     exact = dtype == torch.float32 or (centroids.dtype == dtype and weights is None)
     parts = 1 if exact else 2
-    padded = -(-count // row.block_k) * row.block_k
+    small = tuning.PREPARE[dim]
+    tile = max(row.block_k, small.block_k)  # both are powers of two
+    padded = -(-count // tile) * tile
     operands = torch.empty((heads, parts, padded, dim), dtype=dtype, device=x.device)
     norms = torch.empty((heads, padded), dtype=torch.float32, device=x.device)
-    small = tuning.PREPARE[dim]
     prepare_kernel[(padded // small.block_k, heads)](
         centroids, weights, operands, norms, count,
         D=dim, K_PAD=padded, BLOCK_K=small.block_k, WEIGHTED=weights is not None, PARTS=parts,

@@ -1,0 +1,137 @@
+"""`tune`: device time of every launch row worth trying; what kernels/tuning.py is filled from."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from benchmarks.agreement import make_case
+from benchmarks.timing import copy_ceiling, device_named, hardware, measure
+from quantwm.cache.dispatch import Ops, ops_for
+
+Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Tokens a program, centroids a tile, warps, pipeline stages."""
+
+SEARCH: dict[str, Axes] = {
+    "ASSIGN": ((64, 128), (64, 128, 256), (4, 8), (2, 3)),
+    "ASSIGN_RANGE": ((32, 64), (32, 64, 128), (4, 8), (1, 2)),
+    "UPDATE": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
+    "ENCODE": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
+    "ENCODE_PSAC": ((16, 32, 64, 128), (0,), (4, 8), (1,)),
+    "DECODE": ((8, 16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
+    "DECODE_PSAC": ((16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=40)
+    parser.add_argument("--tokens", type=int, default=4680)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--centroids", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--tables", default=",".join(SEARCH))
+    parser.add_argument("--device", default="cuda")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device = device_named(options.device)
+    shape = (options.heads, options.tokens, options.head_dim, options.centroids, 64, 8)
+    runs = _runs(ops_for(device), make_case(*shape, device, extremes=False))
+    rows = [
+        row
+        for name in options.tables.split(",")
+        for row in _sweep(name, runs[name], options, device)
+    ]
+    return {
+        "benchmark": "tune",
+        "shape": list(shape),
+        "ceiling": copy_ceiling(device),
+        "hardware": hardware(device),
+        "rows": rows,
+    }
+
+
+def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
+    """What is launched to time each table; values held by the closures are made once."""
+    x, centroids, group = case.x.contiguous(), case.centroids, case.group_size
+    means = centroids.float()
+    ids = ops.assign(x, centroids)
+    codes, scales = ops.encode_qvg(x, ids, centroids, group)
+    packed = ops.encode_quantwm(x, ids, centroids, group, 1.0, case.basis, case.eigenvalues)
+    tokens, out = x.shape[1], torch.empty_like(x)
+    stops = torch.tensor([tokens], dtype=torch.int32, device=x.device)
+    quantwm = (packed[0], ids, centroids, packed[1], packed[2].unsqueeze(1), stops, packed[3])
+    correction = (packed[4], packed[5], case.basis, 0)
+    return {
+        "ASSIGN": lambda: ops.assign(x, means),
+        "ASSIGN_RANGE": lambda: ops.assign_qsac(x, centroids, case.weights, group, 4),
+        "UPDATE": lambda: ops.update(x, ids, means),
+        "ENCODE": lambda: ops.encode_qvg(x, ids, centroids, group),
+        "ENCODE_PSAC": lambda: ops.encode_quantwm(
+            x, ids, centroids, group, 1.0, case.basis, case.eigenvalues
+        ),
+        "DECODE": lambda: ops.decode_qvg_into(
+            out, 0, codes, ids, centroids, scales, group, 0, tokens
+        ),
+        "DECODE_PSAC": lambda: ops.decode_quantwm_into(
+            out, 0, *quantwm, group, *correction, 0, tokens
+        ),
+    }
+
+
+def _sweep(
+    name: str, launch: Callable[[], object], options: argparse.Namespace, device: torch.device
+) -> list[dict[str, Any]]:
+    rows = []
+    for block_n, block_k, warps, stages in itertools.product(*SEARCH[name]):
+        row: dict[str, Any] = {
+            "table": name, "block_n": block_n, "block_k": block_k, "num_warps": warps,
+            "num_stages": stages,
+        }  # fmt: skip
+        with _trying(name, options.head_dim, row):
+            try:
+                timing = measure(launch, device, options.repeats)
+            except Exception as refused:  # too much shared memory, a layout ptxas refuses, ...
+                row["refused"] = type(refused).__name__
+            else:
+                row |= {"ms": round(timing.median, 4), "eager": round(timing.eager, 4)}
+        rows.append(row)
+    return sorted(rows, key=lambda row: row.get("ms", float("inf")))
+
+
+@contextmanager
+def _trying(name: str, head_dim: int, row: dict[str, Any]) -> Iterator[None]:
+    from kernels import tuning
+
+    table = getattr(tuning, name)
+    shipped = table[head_dim]
+    table[head_dim] = tuning.Launch(
+        row["block_n"], row["block_k"], row["num_warps"], row["num_stages"], "being tried"
+    )
+    row["shipped"] = all(
+        getattr(shipped, key) == row[key]
+        for key in ("block_n", "block_k", "num_warps", "num_stages")
+    )
+    try:
+        yield
+    finally:
+        table[head_dim] = shipped
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['hardware']}", f"ceilings {result['ceiling']}, shape {result['shape']}"]
+    place: dict[str, int] = {}
+    for row in result["rows"]:
+        place[row["table"]] = place.get(row["table"], 0) + 1
+        if place[row["table"]] <= 6 or row["shipped"]:
+            tried = [row[k] for k in ("block_n", "block_k", "num_warps", "num_stages")]
+            lines.append(
+                f"{row['table']:13} {tried!s:18} {row.get('ms', row.get('refused'))!s:>10} ms"
+                f"{'  <- shipped' if row['shipped'] else ''}"
+            )
+    return "\n".join(lines)
