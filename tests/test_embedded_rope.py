@@ -40,7 +40,7 @@ def test_rotation_keeps_the_length_of_every_pair():
 
 @pytest.mark.parametrize("token", [0, 5, 13, 40])
 def test_channels_turn_with_their_own_axis(token):
-    """Token i stands at t = i // (rows * columns), h, w; pair 0 of an axis turns by its position."""
+    """Token i stands at t = i // (rows * columns); pair 0 of an axis turns by its position."""
     rows, columns, head_dim = 3, 4, 64
     cos, sin = rope_tables(2, 4, (rows, columns), head_dim)
     time, side, _ = rope_split(head_dim)

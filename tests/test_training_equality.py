@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -55,13 +57,13 @@ def test_training_forward_equals_rollout_through_the_cache(clip, window):
             shared, head = model.condition(sigma[batch, part], held)
             out = model(
                 noisy[batch, part], shared, head, cos, sin,
-                lambda layer: lambda q, k, v: cache.attend(layer, q, k, v),
+                lambda layer, c=cache: partial(c.attend, layer),
             )  # fmt: skip
             torch.testing.assert_close(out, parallel[batch, part], rtol=1e-4, atol=1e-4)
             shared, head = model.condition(torch.zeros(4), held)
             model(
                 clean[batch, part], shared, head, cos, sin,
-                lambda layer: lambda q, k, v: cache.attend(layer, q, k, v, clean=True),
+                lambda layer, c=cache: partial(c.attend, layer, clean=True),
             )  # fmt: skip
             cache.finalize_chunk()
 

@@ -75,7 +75,8 @@ class FramePool:
             if time.monotonic() > end:
                 raise UserError(
                     f"only {self.count} of the {episodes} episodes needed to start came in "
-                    f"{seconds:.0f} s; check that ViZDoom runs: python -m training.frames --count 1 --out DIR"
+                    f"{seconds:.0f} s; check that ViZDoom runs: "
+                    f"python -m training.frames --count 1 --out DIR"
                 )
             time.sleep(0.1)
 
@@ -88,7 +89,7 @@ class FramePool:
 
 
 class LatentPool:
-    """Latents BF16 (float32 on a CPU) [episodes, length, C, h, w] and keys [episodes, length, 6]."""
+    """Latents [episodes, length, C, h, w], BF16 (float32 on a CPU); keys [episodes, length, 6]."""
 
     def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
         self.latents, self.keys = latents, keys

@@ -53,7 +53,7 @@ def evaluate(
     sampler: SamplerConfig,
     config: EvaluationConfig,
 ) -> tuple[dict[str, float], list[tuple[np.ndarray, np.ndarray]]]:
-    """frames uint8 [E, L, H, W, 3], keys [E, L, 6] of unseen maps -> metrics, (truth, rollout) pairs.
+    """frames uint8 [E, L, H, W, 3], keys [E, L, 6], unseen -> metrics, (truth, rollout) pairs.
 
     free_8_psnr: mean over frames of the PSNR to the truth, first 8 free-running frames;
     free_32_psnr: the first 32; next_chunk_psnr: each chunk from a history of true frames;

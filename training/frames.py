@@ -21,7 +21,7 @@ import numpy as np
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
 from training.maps import GameMap, build_map, pack_wad
-from training.walker import TURN_DEGREES, Pose, Walker
+from training.walker import Pose, Walker
 
 if TYPE_CHECKING:
     from vizdoom import DoomGame
@@ -87,9 +87,7 @@ def open_engine(folder: Path, maps: Sequence[GameMap]) -> DoomGame:
         ]
     )  # fmt: skip
     variable = vizdoom.GameVariable
-    game.set_available_game_variables(
-        [variable.POSITION_X, variable.POSITION_Y, variable.ANGLE]
-    )
+    game.set_available_game_variables([variable.POSITION_X, variable.POSITION_Y, variable.ANGLE])
     game.set_window_visible(False)
     game.set_sound_enabled(False)
     game.set_mode(vizdoom.Mode.PLAYER)

@@ -27,7 +27,16 @@ CEILINGS = (
     "FLAT4", "RROCK09",
 )  # fmt: skip
 DOOR_FRAMES = ("METAL", "SHAWN2", "BRONZE1", "GRAY1", "WOODMET1")
-PILLARS = ("SP_HOT1", "COMPBLUE", "PANBOOK", "A-CAMO1", "CRACKLE2", "PIPEWAL1", "SILVER2", "MARBLE3")
+PILLARS = (
+    "SP_HOT1",
+    "COMPBLUE",
+    "PANBOOK",
+    "A-CAMO1",
+    "CRACKLE2",
+    "PIPEWAL1",
+    "SILVER2",
+    "MARBLE3",
+)
 # Sprites with a single frame: columns, candelabrum, trees, stalagmite, techno column, floor lamp.
 DECORATIONS = (30, 31, 32, 33, 35, 43, 47, 48, 54, 2028)
 PLAYER_START = 1
@@ -154,9 +163,7 @@ def build_map(seed: int, config: MapConfig = MapConfig()) -> GameMap:
     udmf = _Udmf()
     sectors = [udmf.sector(r.floor, r.ceiling, r.height, r.light) for r in rooms]
     openings: dict[tuple[int, str], tuple[int, int, int]] = {}
-    doors = [
-        _cut_door(rng, config, udmf, rooms, edge, openings) for edge in edges
-    ]
+    doors = [_cut_door(rng, config, udmf, rooms, edge, openings) for edge in edges]
     for index, room in enumerate(rooms):
         _draw_room(udmf, index, room, sectors[index], openings)
         _furnish(rng, config, udmf, room, sectors[index])
@@ -180,13 +187,16 @@ def _place_rooms(rng: np.random.Generator, config: MapConfig) -> list[Room]:
         x0, y0 = cx - width // 2, cy - depth // 2
         rooms.append(
             Room(
-                x0, y0, x0 + width, y0 + depth,
+                x0,
+                y0,
+                x0 + width,
+                y0 + depth,
                 height=int(rng.choice((128, 144, 160, 192))),
                 light=int(rng.choice((160, 192, 208, 224, 255))),
                 wall=WALLS[walls[index]],
                 floor=FLOORS[floors[index]],
                 ceiling=str(rng.choice(CEILINGS)),
-            )  # fmt: skip
+            )
         )
     return rooms
 

@@ -1,4 +1,4 @@
-"""The whole training in one unattended, time-budgeted run: python -m training.run_all --minutes 16 --out DIR.
+"""The whole training, unattended, in given minutes: python -m training.run_all --out DIR.
 
 Frames are recorded by other processes while the autoencoder already trains on those that exist;
 then all frames become latents and the transformer trains for the rest. Usable weights lie in the
@@ -8,6 +8,7 @@ output folder from a few minutes after the transformer's start on, and are repla
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedC
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
 from training.data import FramePool, LatentPool, load_folder
 from training.evaluate import EvaluationConfig, evaluate, shipped_copy
-from training.frames import UNSEEN_SEED, Recorder
+from training.frames import UNSEEN_SEED, Recorder, require_engine
 from training.pictures import save_grid
 from training.progress import Log
 from training.train_autoencoder import AutoencoderTraining, train_autoencoder
@@ -182,7 +183,11 @@ def make_autoencoder(run: Run, pool: FramePool, unseen: torch.Tensor) -> Autoenc
 
 
 def latents_of(
-    run: Run, pool: FramePool, autoencoder: Autoencoder, recorder: Recorder, thread: threading.Thread
+    run: Run,
+    pool: FramePool,
+    autoencoder: Autoencoder,
+    recorder: Recorder,
+    thread: threading.Thread,
 ) -> LatentPool:
     """Waits for the last frames (at most a tenth of the run), then encodes all there are."""
     thread.join(timeout=run.args.minutes * 6)
@@ -246,14 +251,25 @@ def train(run: Run, state: TrainState, latents: LatentPool, after: Any) -> None:
             if not run.checkpoint.exists():
                 raise
             state.load(run.checkpoint)
-            training = replace(
-                training, muon_lr=training.muon_lr / 2, adam_lr=training.adam_lr / 2
-            )
+            training = replace(training, muon_lr=training.muon_lr / 2, adam_lr=training.adam_lr / 2)
     run.minutes["transformer"] = round(run.log.minutes - started, 2)
+
+
+def require_libraries() -> None:
+    """UserError before the first minute is spent, not when weights or pictures are written."""
+    require_engine()
+    missing = [
+        name for name in ("safetensors", "imageio", "PIL") if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(
+            f"training needs {', '.join(missing)}: pip install safetensors imageio pillow"
+        )
 
 
 def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     """The run; returns the facts that the manifest holds."""
+    require_libraries()
     run = Run(plan, args)
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -293,9 +309,13 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=None, help="of the whole run (16; quick 2)")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="of the whole run (16; quick 2)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="weights, manifest, log, pictures")
-    parser.add_argument("--work", type=Path, help="frames and checkpoint; a temporary folder if unset")
+    parser.add_argument(
+        "--work", type=Path, help="frames and checkpoint; a temporary folder if unset"
+    )
     parser.add_argument("--plan", choices=sorted(PLANS), help="full, or continued with --weights")
     parser.add_argument("--quick", action="store_true", help="a toy run of everything on a CPU")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -307,7 +327,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="go on from a checkpoint; needs --weights too")
     args = parser.parse_args(argv)
     if args.resume is not None and args.weights is None:
-        raise UserError("--resume needs --weights: the checkpoint's latents are of that autoencoder")
+        raise UserError(
+            "--resume needs --weights: the checkpoint's latents are of that autoencoder"
+        )
     name = "quick" if args.quick else ("continued" if args.weights is not None else "full")
     args.plan = args.plan or name
     if args.minutes is None:

@@ -79,9 +79,7 @@ def draw_candidates(path: Path, count: int, length: int, folder: Path, processes
     frames = PRESETS["shipped"].context_frames
     seeds = [FIRST_SEED + i for i in range(count)]
     rows = []
-    for seed, episode in zip(
-        seeds, record_maps(seeds, length, folder, processes), strict=True
-    ):
+    for seed, episode in zip(seeds, record_maps(seeds, length, folder, processes), strict=True):
         first = best_start(episode, frames)
         print(f"row {len(rows)}: seed {seed} first_frame {first}")
         clip = episode.frames[first : first + frames]

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from quantwm.worlds.embedded.autoencoder import Autoencoder, ResidualBlock, to_signed
 from quantwm.worlds.embedded.config import AutoencoderConfig

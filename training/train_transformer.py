@@ -1,4 +1,4 @@
-"""Trains the transformer by teacher forcing, in stages of growing clip length, until time is over."""
+"""Trains the transformer by teacher forcing, in stages of growing length, until time is over."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TrainState:
         self.step, self.runs = data["step"], data["runs"]
 
     def start_from(self, model: Transformer) -> None:
-        """Takes over exported weights (the average of an earlier run); the optimisers start anew."""
+        """Takes over exported weights, the average of an earlier run; optimisers start anew."""
         self.model.load_state_dict(model.state_dict())
         self.average.load_state_dict(model.state_dict())
 
@@ -145,7 +145,7 @@ def rate_factor(step: int, fraction: float, training: TransformerTraining) -> fl
     Every run starts at the top again, so a resumed run is a warm restart.
     """
     warm = min((step + 1) / training.warmup_steps, 1.0)
-    late = max(0.0, (fraction - training.flat_share) / (1 - training.flat_share))
+    late = max(0.0, fraction - training.flat_share) / max(1 - training.flat_share, 1e-6)
     cosine = training.floor + (1 - training.floor) * 0.5 * (1 + math.cos(math.pi * late))
     return warm * cosine
 

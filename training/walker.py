@@ -47,10 +47,7 @@ class Walker:
         self._history = [*self._history[-3:], pose]
         if not self._script and self._stuck():
             self._free_itself()
-        if self._script:
-            keys = self._script.pop(0)
-        else:
-            keys = self._travel(pose)
+        keys = self._script.pop(0) if self._script else self._travel(pose)
         self._walked = [*self._walked[-2:], "w" in keys]
         return keys
 

@@ -162,8 +162,9 @@ class EmbeddedWorld:
     ) -> StartState:
         """A scene's 16 true frames with their keys, or a picture held still for 16 frames.
 
-        image: uint8 [H, W, 3] of any size, cut to the world's aspect and scaled, or a clip of them. The prompt has
-        no effect on this world. A world without scenes starts from a picture made from the seed.
+        image: uint8 [H, W, 3] of any size, or a clip of them, cut to the world's aspect and
+        scaled. The prompt has no effect on this world. A world without scenes starts from a
+        picture made from the seed.
         """
         per_chunk = self.spec.cache.frames_per_chunk
         scenes = self.scenes()

@@ -42,9 +42,7 @@ def rope_tables(
         torch.arange(columns, dtype=torch.float64),
     )
     parts = []
-    for axis, (position, channels) in enumerate(
-        zip(positions, rope_split(head_dim), strict=True)
-    ):
+    for axis, (position, channels) in enumerate(zip(positions, rope_split(head_dim), strict=True)):
         exponent = torch.arange(0, channels, 2, dtype=torch.float64) / channels
         angles = position[:, None] * theta**-exponent
         shape = [1, 1, 1, channels // 2]

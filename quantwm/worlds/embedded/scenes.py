@@ -1,4 +1,4 @@
-"""Start scenes that ship with the embedded world: 16 true frames with their keys, as PNG and JSON."""
+"""Start scenes of the embedded world: 16 true frames with their keys, as PNG and JSON."""
 
 from __future__ import annotations
 

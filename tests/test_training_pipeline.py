@@ -1,0 +1,167 @@
+"""The training pipeline at a minuscule size: maps, walker, optimiser, schedule, a whole run."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.config import KEYS
+from quantwm.worlds.embedded.weights import load_models, read_manifest
+from training.evaluate import EvaluationConfig
+from training.frames import Recorder, episode_path, load_episode, shrink
+from training.maps import MapConfig, build_map, pack_wad
+from training.muon import Muon, orthogonalise
+from training.run_all import PLANS, parse, run_all
+from training.train_autoencoder import learning_rate
+from training.train_transformer import Stage, TransformerTraining, rate_factor
+from training.walker import Pose, Walker
+
+
+@pytest.fixture(scope="module")
+def engine():
+    pytest.importorskip("vizdoom", reason="frames are made with ViZDoom, which is not installed")
+
+
+def test_map_is_a_function_of_its_seed_and_connected():
+    for seed in range(20):
+        built = build_map(seed)
+        assert built.text == build_map(seed).text
+        reached, todo = {0}, [0]
+        while todo:
+            for door in built.neighbours[todo.pop()]:
+                for room in (door.a, door.b):
+                    if room not in reached:
+                        reached.add(room)
+                        todo.append(room)
+        assert len(reached) == MapConfig().grid ** 2
+    assert build_map(0).text != build_map(1).text
+
+
+def test_rooms_of_a_map_differ_and_keep_apart():
+    for seed in range(20):
+        rooms = build_map(seed).rooms
+        assert len({room.wall for room in rooms}) == len(rooms)
+        assert len({room.floor for room in rooms}) == len(rooms)
+        half = MapConfig().pitch // 2
+        assert all(room.x1 - room.centre[0] < half - 16 for room in rooms)
+
+
+def test_wad_directory_points_at_its_lumps():
+    wad = pack_wad([build_map(0), build_map(1)])
+    kind, count, start = struct.unpack("<4sii", wad[:12])
+    assert (kind, count) == (b"PWAD", 6)
+    lumps = [struct.unpack("<ii8s", wad[i : i + 16]) for i in range(start, len(wad), 16)]
+    assert [name.rstrip(b"\0") for *_, name in lumps[:3]] == [b"MAP01", b"TEXTMAP", b"ENDMAP"]
+    offset, size, _ = lumps[4]
+    assert wad[offset : offset + size].decode() == build_map(1).text
+
+
+def test_walker_frees_itself_and_is_a_function_of_its_seed():
+    built = build_map(0)
+    pose = Pose(*built.rooms[built.start_room].centre, 0.0)
+    walks = [
+        [walker.keys(pose) for _ in range(60)] for walker in (Walker(built, 1), Walker(built, 1))
+    ]
+    assert walks[0] == walks[1]
+    assert all(keys <= set(KEYS) for keys in walks[0])
+    corner = Pose(built.rooms[0].x0 + 17.0, built.rooms[0].y0 + 17.0, 45.0)
+    stuck = Walker(built, 2)
+    keys = [stuck.keys(corner) for _ in range(80)]
+    assert any("s" in held for held in keys), "80 frames against a wall and never a step back"
+
+
+def test_shrink_is_the_mean_of_four_pixels():
+    screen = np.zeros((192, 256, 3), np.uint8)
+    screen[0, 0] = screen[1, 1] = 255
+    assert shrink(screen)[0, 0].tolist() == [128, 128, 128]
+    assert shrink(np.full_like(screen, 255)).min() == 255
+
+
+def test_orthogonalise_brings_singular_values_near_one():
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((3, 32, 32), (2, 64, 16), (2, 16, 64)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=generator)))
+        assert values.min() > 0.4 and values.max() < 1.4
+
+
+def test_muon_fits_a_matrix_and_refuses_vectors():
+    target = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    weight = torch.nn.Parameter(torch.zeros(12, 8))
+    for lr in [0.3] * 30 + [0.03] * 30:
+        muon = Muon([weight], lr=lr, momentum=0.5)
+        (weight - target).square().sum().backward()
+        muon.step()
+        weight.grad = None
+    assert (weight - target).abs().max() < 0.15
+    with pytest.raises(ValueError, match="matrices"):
+        Muon([torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_rates_rise_stay_and_fall():
+    training = TransformerTraining(warmup_steps=10, flat_share=0.4, floor=0.03)
+    assert rate_factor(0, 0.0, training) == pytest.approx(0.1)
+    assert rate_factor(50, 0.4, training) == pytest.approx(1.0)
+    assert rate_factor(50, 1.0, training) == pytest.approx(0.03)
+    assert learning_rate(500, 1.0, 100) == pytest.approx(0.02)
+
+
+def test_recorded_frames_repeat_and_follow_the_keys(engine, tmp_path):
+    for run in ("a", "b"):
+        recorder = Recorder([3, 4], 24, tmp_path / run, processes=2)
+        recorder.wait(60)
+        assert recorder.given_up == []
+    episodes = [load_episode(episode_path(tmp_path / run, 3)) for run in ("a", "b")]
+    assert np.array_equal(episodes[0].frames, episodes[1].frames)
+    frames, keys = episodes[0].frames, episodes[0].keys
+    assert frames.shape == (24, 96, 128, 3) and keys.shape == (24, 6) and frames.std() > 5
+    turning = np.flatnonzero(keys[:, 4] ^ keys[:, 5])
+    still = np.abs(frames[turning].astype(int) - frames[turning - 1]).mean()
+    assert len(turning) and still > 1
+
+
+def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
+    plan = replace(
+        PLANS["quick"],
+        episodes=2,
+        length=24,
+        first_episodes=1,
+        unseen_episodes=1,
+        unseen_length=16,
+        save_every_minutes=10,
+        finish_minutes=0.05,
+        autoencoder=replace(PLANS["quick"].autoencoder, batch=4, max_steps=2),
+        transformer=replace(
+            PLANS["quick"].transformer,
+            stages=(Stage(8, 1, 0.6), Stage(16, 1, 0.4)),
+            max_steps=2,
+            log_every=1,
+        ),
+        check=EvaluationConfig(context_chunks=1, rollout_frames=4, episodes=1, steps=1),
+        final=EvaluationConfig(context_chunks=1, rollout_frames=8, episodes=1, steps=1),
+    )
+    out = tmp_path / "out"
+    command = ["--quick", "--minutes", "0.4", "--out", str(out), "--work", str(tmp_path / "work")]
+    facts = run_all(plan, parse([*command, "--device", "cpu", "--processes", "2"]))
+    assert 1 <= facts["steps"] <= 4 and facts["metrics"]["frames"] == 48
+    manifest = read_manifest(out)
+    assert manifest.training["metrics"]["free_8_psnr"] > 0
+    model, _ = load_models(manifest, torch.device("cpu"), torch.float32)
+    assert model.config == plan.world.transformer
+    assert (out / "grid-final.png").is_file()
+    stages = [json.loads(line)["stage"] for line in (out / "training-log.jsonl").open()]
+    assert stages[0] == "start" and stages[-1] == "done"
+
+
+def test_bad_arguments_get_one_line(tmp_path):
+    with pytest.raises(UserError, match="minutes"):
+        parse(["--out", str(tmp_path), "--minutes", "0"])
+    with pytest.raises(UserError, match="--weights"):
+        parse(["--out", str(tmp_path), "--resume", "x.pt"])
+    with pytest.raises(UserError, match="processes"):
+        Recorder([0], 8, tmp_path, processes=0)
