@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import sys
 from typing import NoReturn
 
@@ -33,42 +32,24 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check_port(host: str, text: str) -> int:
-    """The port as a number, if it is free."""
-    from app.limits import MAX_PORT
-    from quantwm.errors import UserError
-
-    port = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= port <= MAX_PORT:
-        raise UserError(f"--port must be a whole number from 1 to {MAX_PORT}, got {text[:20]!r}")
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(
-            f"cannot serve on {host}:{port} ({reason}); choose another --port"
-        ) from None
-    return port
-
-
 def main(arguments: list[str] | None = None) -> int:
+    flags = read_flags(arguments)
+    from app.address import check_port
     from quantwm.errors import UserError
 
-    flags = read_flags(arguments)
     try:
         port = check_port(flags.host, flags.port)
         from app.library import make_backend
+
+        backend = make_backend(flags)  # mistakes are found before Gradio is loaded
         from app.ui import build
 
-        demo, options = build(make_backend(flags))
+        demo, options = build(backend)
     except UserError as error:
         print(f"app.py: {error}", file=sys.stderr)
         return 2
-    where = {"server_name": flags.host, "server_port": port, "share": flags.share}
-    demo.launch(**where, prevent_thread_lock=True, **options)
+    options |= {"server_name": flags.host, "server_port": port, "share": flags.share}
+    demo.launch(prevent_thread_lock=True, **options)
     print(f"http://{flags.host}:{port}", flush=True)
     demo.block_thread()
     return 0

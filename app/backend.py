@@ -16,9 +16,9 @@ Progress = Callable[[str, float], None]
 """Called with the name of a loading stage and how far it is, 0 to 1."""
 
 MODES = {
-    "free": "Free-running: every lane lives with its own past",
-    "teacher": "Teacher-forced: every lane's history holds the BF16 frames, so that what differs "
-    "is the cache alone",
+    "free": "Free-running: every cache lives with its own past",
+    "teacher": "Teacher-forced: every cache is given the BF16 lane's past, so what differs is the "
+    "quantization of the history alone",
 }
 
 

@@ -92,7 +92,10 @@ class Handlers:
 
     def hello(self, session_hash: str) -> str:
         """First message of a page: its token and what there is to choose."""
-        session = self.sessions.open(session_hash)
+        try:
+            session = self.sessions.open(session_hash)
+        except UserError as error:
+            return wire.message("error", message=str(error))
         return wire.hello_message(self.backend.catalogue(), session.token)
 
     def closed(self, session_hash: str | None) -> None:

@@ -88,13 +88,8 @@ class Runner:
         self._stepped = newest.steps
         self._consumed = newest.seq
         self._report(stage="", progress=1.0)
-        yield self._say(
-            "ready",
-            kernels=self._engine.explain(),
-            seed=settings.seed,
-            lanes=[lane.name for lane in self._engine.lanes],
-        )
-        yield self._block(block, newest)
+        run = {"kernels": self._engine.explain(), "seed": settings.seed}
+        yield self._block(block, newest, run=run)
 
     def _drive(self, settings: Settings, began: float, resets: int) -> Iterator[str]:
         """Chunks until a reset (None) or an end (its reason)."""
@@ -151,10 +146,10 @@ class Runner:
             return True
         return now - self._sent > limits.ACK_PATIENCE_SECONDS and now - control.received < 1.0
 
-    def _block(self, block: BlockResult, control: ControlSnapshot) -> str:
+    def _block(self, block: BlockResult, control: ControlSnapshot, **more: object) -> str:
         self._record(block)
         fields = wire.block_fields(block, control, _psnr_to_bf16(block))
-        text = self._say("block", **fields)
+        text = self._say("block", **fields, **more)
         self._sent = time.monotonic()
         return text
 

@@ -9,7 +9,17 @@ import gradio as gr
 
 WEB = Path(__file__).parent / "web"
 
-SCRIPTS = ("format.js", "player.js", "input.js", "lanes.js", "panels.js", "main.js")
+SCRIPTS = (
+    "format.js",
+    "player.js",
+    "input.js",
+    "lanes.js",
+    "panels.js",
+    "state.js",
+    "talk.js",
+    "show.js",
+    "main.js",
+)
 """In the order in which they run, in one function scope."""
 
 

@@ -107,7 +107,7 @@ def test_one_turn_from_start_to_stop(handlers, backend) -> None:
         assert message["drive"] == 1
         if message["kind"] == "block" and message["i"] == 3:
             page.send(stop=True)
-    assert kinds == ["ready", "block", "block", "block", "block", "ended"]
+    assert kinds == ["block", "block", "block", "block", "ended"]
     assert backend.engines[-1].closed
     assert handlers.sessions.census()["holding"] == 0
 
@@ -115,14 +115,14 @@ def test_one_turn_from_start_to_stop(handlers, backend) -> None:
 def test_keys_steps_and_reset(handlers, backend) -> None:
     page = Page(handlers)
     turn = page.drive({"speed": 0})
-    assert [next(turn)["kind"] for _ in range(2)] == ["ready", "block"]
+    assert next(turn)["run"] == {"kernels": "test engine: no kernels", "seed": 0}
     page.send(run=False, keys=["w", "right"], steps=1)
     assert next(turn)["keys"][0] == ["right", "w"]
     page.send(steps=2, keys=[])
     assert next(turn)["keys"][0] == []
     first = backend.engines[-1]
     page.send(resets=1, settings={"seed": 3, "speed": 0})
-    assert next(turn)["kind"] == "ready"
+    assert next(turn)["run"]["seed"] == 3
     assert first.closed
     assert backend.engines[-1].settings.seed == 3
     turn.close()
@@ -141,14 +141,14 @@ def test_a_closed_generator_frees_the_world(handlers, backend) -> None:
 def test_unseen_blocks_hold_the_loop_back(handlers, backend) -> None:
     page = Page(handlers)
     handlers.join({"sess": page.token, "settings": {}})
-    page.send(settings={"speed": 0}, ack=1)
+    page.send(settings={"speed": 0}, ack=0)
     turn = handlers.drive({"sess": page.token, "ticket": 1, "settings": {"speed": 0}})
     got: list[str] = []
     reader = threading.Thread(target=lambda: got.extend(turn))
     reader.start()
     time.sleep(0.7)
     assert len(backend.engines[-1].actions) == limits.BLOCKS_IN_FLIGHT
-    page.send(ack=3)
+    page.send(ack=2)
     time.sleep(0.3)
     assert len(backend.engines[-1].actions) == 2 * limits.BLOCKS_IN_FLIGHT
     page.send(stop=True)
@@ -180,7 +180,7 @@ def test_an_idle_world_is_released(handlers, monkeypatch) -> None:
 def test_a_silent_page_ends_its_turn(handlers, monkeypatch) -> None:
     monkeypatch.setattr(limits, "VANISHED_SECONDS", 0.2)
     turn = Page(handlers).drive()
-    next(turn), next(turn)
+    next(turn)
     time.sleep(0.3)
     assert "silent" in list(turn)[-1]["message"]
 
@@ -249,7 +249,7 @@ def test_an_own_picture_is_kept_for_the_session(handlers, backend) -> None:
     assert reply["picture"] == 1
     assert not file.exists()
     turn = page.drive({"picture": 1})
-    assert next(turn)["kind"] == "ready"
+    assert next(turn)["kind"] == "block"
     turn.close()
     assert "gone" in list(page.drive({"picture": 2}))[-1]["message"]
 

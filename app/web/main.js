@@ -1,16 +1,4 @@
-// The page's state: idle, joining, queued, loading, live, ended, gone; and what it tells the server.
-const PROTOCOL = 1;
-const HEARTBEAT = 500;
-const stage = $(".qwm-stage");
-const lanes = new Lanes($(".qwm-lanes"));
-const gauge = new Gauge(lanes);
-
-const state = {
-  phase: "idle", hello: null, session: null, run: false, steps: 0, resets: 0, flushes: 0, stop: false,
-  ack: -1, seq: 0, ticket: 0, applied: null, place: null, loading: "", progress: 0, silent: 0,
-  ended: "", lastSent: 0, waited: 0, left: null, tokens: 0, frames: 0, rate: [], pressedAt: 0, lastMs: 0,
-};
-
+// What a visitor does, and what the server says.
 const player = new Player((block, first) => {
   if (first) return showFigures(block);
   state.ack = Math.max(state.ack, block.n);
@@ -20,90 +8,6 @@ const player = new Player((block, first) => {
 const keys = new Keys(stage, $(".qwm-pad"), () => sendSoon(), pressed, () => stage.blur());
 const choices = new Choices(choicesChanged, sceneChosen, pictureChosen);
 
-// Talking to the server ------------------------------------------------------------------------
-let sending = false;
-let again = false;
-
-async function sendSoon() {
-  if (state.session === null || state.phase === "gone") return;
-  if (sending) {
-    again = true;
-    return;
-  }
-  sending = true;
-  try {
-    do {
-      again = false;
-      await send();
-    } while (again);
-  } finally {
-    sending = false;
-  }
-}
-
-async function send() {
-  state.seq += 1;
-  state.lastSent = performance.now();
-  try {
-    const reply = await server.control({
-      sess: state.session, seq: state.seq, keys: keys.held(), run: state.run, steps: state.steps,
-      resets: state.resets, flushes: state.flushes, stop: state.stop, ack: state.ack,
-      t: Math.round(performance.now()), settings: state.applied,
-    });
-    state.silent = 0;
-    heard(reply);
-  } catch (error) {
-    state.silent += 1;
-    if (state.silent === 3) complain("The server does not answer. Trying again.");
-  }
-}
-
-function heard(reply) {
-  if (!reply.ok) return refused(reply.error);
-  state.place = reply.place;
-  state.left = reply.left;
-  recording(reply);
-  if (state.phase === "queued" && reply.place === 0) enter("loading");
-  if (state.phase === "queued" && reply.place > 0) enter("queued");
-  if (state.phase === "loading") {
-    state.loading = reply.stage || "";
-    state.progress = reply.progress || 0;
-    veil();
-  }
-  const expected = state.phase === "queued" || state.phase === "loading" || state.phase === "live";
-  if (expected && reply.place === null) {
-    state.waited = state.waited || performance.now();
-    if (performance.now() - state.waited > 6000) {
-      state.waited = 0;
-      complain("The server did not keep your place. Press Drive to try again.");
-      enter("ended");
-    }
-  } else state.waited = 0;
-}
-
-function refused(error) {
-  if (error.includes("session has ended")) {
-    enter("gone");
-    state.session = null;
-  }
-  complain(error);
-}
-
-setInterval(() => {
-  const busy = state.phase === "queued" || state.phase === "loading" || state.run || keys.down.size > 0;
-  const pause = busy ? HEARTBEAT : state.phase === "live" ? 5000 : 60000;
-  if (performance.now() - state.lastSent >= pause - 20) sendSoon();
-}, HEARTBEAT / 2);
-
-function beat(milliseconds) {
-  const bar = $(".qwm-beat");
-  bar.classList.remove("qwm-on");
-  if (milliseconds < 400) return;
-  bar.style.animationDuration = Math.round(milliseconds) + "ms";
-  requestAnimationFrame(() => bar.classList.add("qwm-on"));
-}
-
-// What a visitor does --------------------------------------------------------------------------
 async function drive() {
   if (state.phase === "live") return resume();
   if (state.phase !== "idle" && state.phase !== "ended") return;
@@ -271,9 +175,12 @@ stage.addEventListener("pointerdown", (event) => {
   drive();
 });
 stage.addEventListener("keydown", (event) => {
-  if (event.target !== stage || event.code !== "Enter") return;
+  const free = event.code === "Space" && !("Space" in keys.bindings);
+  if (event.target !== stage || (event.code !== "Enter" && !free)) return;
   event.preventDefault();
-  drive();
+  if (event.repeat) return;
+  if (free && state.run) pause();
+  else drive();
 });
 stage.addEventListener("blur", pause);
 stage.addEventListener("focus", refresh);
@@ -290,21 +197,9 @@ const speakers = {
     if (state.ticket === 0 && lanes.names.length === 0) welcome();
     refresh();
   },
-  ready: (message) => {
-    player.clear();
-    lanes.clear();
-    player.show(lanes.build(message.lanes, state.hello.world.size));
-    say("kernels", "Kernels: " + message.kernels + ".");
-    out("kernels").hidden = false;
-    state.ack = Math.max(state.ack, message.n);
-    state.frames = 0;
-    state.rate = [];
-    enter("live");
-    if (document.activeElement === stage && !document.hidden) resume();
-    sendSoon();
-  },
   block: (message) => {
-    state.lastMs = message.i === 0 ? 0 : message.ms;
+    if (message.run) begin(message);
+    state.lastMs = message.run ? 0 : message.ms;
     player.push(message);
     beat(state.run ? state.lastMs : 0);
   },
@@ -317,6 +212,20 @@ const speakers = {
     enter("ended");
   },
 };
+
+// The first block of a run: the lanes are there, the stage takes the keys.
+function begin(message) {
+  player.clear();
+  lanes.clear();
+  player.show(lanes.build(message.lanes.map((lane) => lane.name), state.hello.world.size));
+  say("kernels", "Kernels: " + message.run.kernels + ".");
+  out("kernels").hidden = false;
+  state.frames = 0;
+  state.rate = [];
+  enter("live");
+  if (document.activeElement === stage && !document.hidden) resume();
+  sendSoon();
+}
 
 function listen() {
   const message = JSON.parse(props.value);
@@ -345,116 +254,6 @@ function welcome() {
 function poster() {
   const shown = $('.qwm-scene[aria-checked="true"] img');
   if (shown) player.poster(shown.src);
-}
-
-// What a visitor sees --------------------------------------------------------------------------
-function enter(phase) {
-  state.phase = phase;
-  if (phase !== "live") state.run = false;
-  refresh();
-}
-
-function refresh() {
-  root.dataset.phase = state.phase;
-  root.dataset.run = state.run ? "yes" : "no";
-  const live = state.phase === "live";
-  say("drive", state.run ? "Pause" : "Drive");
-  const off = (name, value) => ($('[data-do="' + name + '"]').disabled = value);
-  const busy = state.phase === "joining" || state.phase === "queued" || state.phase === "loading";
-  off("drive", busy || state.phase === "gone");
-  off("step", busy || state.phase === "gone");
-  off("reset", !live);
-  off("download", state.ticket === 0 || busy || state.phase === "gone");
-  const focused = document.activeElement === stage;
-  $(".qwm-hint").hidden = !live || focused;
-  $(".qwm-apply").hidden = !live || JSON.stringify(choices.scene && choices.read()) === JSON.stringify(state.applied);
-  veil();
-  status();
-}
-
-const VEILS = {
-  idle: () => ["Walk through a dreamed world", "Hold W A S D or the arrow keys. Every cache gets " +
-    "the same keys and the same noise; what differs is how it remembers.", "Drive"],
-  joining: () => ["One moment", "Asking for the world.", ""],
-  queued: () => ["You are number " + state.place + " in line",
-    "The world serves one visitor at a time. Yours starts by itself when it is free.", "Leave the line"],
-  loading: () => [state.loading || "Getting ready", "The first picture comes when this is done.", ""],
-  ended: () => [state.ended || "The world is at rest", "Drive again from the chosen start.", "Drive again"],
-  gone: () => ["This page has ended", "Reload it to start a new one.", "Reload"],
-};
-
-function veil() {
-  const words = VEILS[state.phase];
-  $(".qwm-veil").hidden = words === undefined;
-  if (words === undefined) return;
-  const [title, text, button] = words();
-  say("veil-title", title);
-  say("veil-text", text);
-  say("veil-button", button);
-  $('[data-do="veil"]').hidden = button === "";
-  const progress = $(".qwm-progress");
-  progress.hidden = state.phase !== "loading" && state.phase !== "joining";
-  progress.setAttribute("aria-valuenow", Math.round(100 * state.progress));
-  progress.firstElementChild.style.width = Math.max(4, 100 * state.progress) + "%";
-}
-
-// One polite sentence a second at most.
-let spoken = 0;
-let speaking = null;
-function status() {
-  const words = { idle: "Ready to drive.", joining: "Asking for the world.",
-    queued: "You are number " + state.place + " in line.", loading: state.loading || "Loading.",
-    live: state.run ? "Driving." : "Paused.", ended: "The world is at rest.", gone: "Reload the page." };
-  clearTimeout(speaking);
-  speaking = setTimeout(() => {
-    spoken = performance.now();
-    say("status", words[state.phase]);
-  }, Math.max(50, 1000 - (performance.now() - spoken)));
-}
-
-function complain(text) {
-  const box = $(".qwm-message");
-  say("message", text.charAt(0).toUpperCase() + text.slice(1));
-  box.classList.remove("qwm-good");
-  box.hidden = false;
-}
-
-function tell(text) {
-  complain(text);
-  $(".qwm-message").classList.add("qwm-good");
-}
-
-function quiet() {
-  $(".qwm-message").hidden = true;
-}
-
-function recording(reply) {
-  const badge = out("rec");
-  badge.hidden = state.phase !== "live";
-  badge.classList.toggle("qwm-on", reply.recording === true);
-  const left = typeof state.left === "number" ? " \u00b7 " + Math.max(state.left, 0) + " s left, someone waits" : "";
-  say("rec", (reply.recording ? "Recording" : reply.unrecorded || "Not recording") + left);
-}
-
-function showFigures(block) {
-  lanes.update(block);
-  gauge.update(block.memory);
-  state.frames += block.i === 0 ? 0 : block.frames;
-  state.tokens = Math.max(...block.lanes.map((lane) => lane.tokens));
-  say("tokens", whole(state.tokens));
-  say("frames", whole(state.frames));
-  if (block.i === 0) return;
-  // Shown: what arrives while driving. Possible: what the engine would make without a speed limit.
-  const possible = (1000 * block.frames) / Math.max(block.ms, 0.001);
-  const shown = state.run ? Math.min(1000 / player.interval, possible) : possible;
-  state.rate = [...state.rate.slice(-3), [shown, possible]];
-  const mean = (index) => state.rate.reduce((total, item) => total + item[index], 0) / state.rate.length;
-  say("fps", mean(0).toFixed(1));
-  say("possible", " / " + mean(1).toFixed(1));
-  if (block.seq && state.pressedAt && block.t >= Math.floor(state.pressedAt)) {
-    say("latency", millis(performance.now() - state.pressedAt));
-    state.pressedAt = 0;
-  }
 }
 
 watch("value", listen);

@@ -56,7 +56,10 @@ class Choices {
     this.scene = null;
     this.picture = null;
     $(".qwm-settings").addEventListener("submit", (event) => event.preventDefault());
-    $(".qwm-settings").addEventListener("input", () => this.onChange());
+    $(".qwm-settings").addEventListener("input", () => {
+      this.explain();
+      this.onChange();
+    });
     input("file").addEventListener("change", (event) => {
       event.stopPropagation();
       const file = event.target.files[0];
@@ -92,6 +95,11 @@ class Choices {
     $(".qwm-scenes").style.setProperty("--narrow", count % 3 === 0 ? 3 : 4);
     $(".qwm-scenes").replaceChildren(...tiles);
     this.mark();
+    this.explain();
+  }
+
+  explain() {
+    say("mode", this.hello.modes[$("input:checked", input("mode")).value] + ".");
   }
 
   tile(name, title, picture) {
