@@ -104,11 +104,16 @@ def agree_qsac(ops: Ops, case: Case, candidates: int = 4) -> None:
 
 
 def agree_on_equal_centroids(ops: Ops, case: Case) -> None:
-    """Of two equal centroids the one with the smaller index is taken."""
+    """Of two equal centroids the one with the smaller index is taken.
+
+    On small whole numbers, whose sums are exact in any order, so that the distances are equal.
+    """
     count = min(case.centroids.shape[1], 128)
-    twice = torch.cat((case.centroids[:, :count],) * 2, dim=1)
-    plain = ops.assign(case.x, twice)
-    ranged = ops.assign_qsac(case.x, twice, case.weights, case.group_size, 4)
+    x, means = (t.float().round().clamp(-8, 8).to(t.dtype) for t in (case.x, case.centroids))
+    twice = torch.cat((means[:, :count],) * 2, dim=1)
+    weights = torch.where(case.weights > 1, 2.0, 0.5)
+    plain = ops.assign(x, twice)
+    ranged = ops.assign_qsac(x, twice, weights, case.group_size, 4)
     require((plain < count).all(), "assign took the later of two equal centroids")
     require((ranged < count).all(), "assign_qsac took the later of two equal centroids")
 
