@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,28 +57,35 @@ def _read_cuda(device: torch.device, parts: Mapping[str, int]) -> MemoryReading:
 
 def _read_nvml(device: torch.device) -> tuple[int, int] | None:
     """(free, total) of the device that torch means, or None where NVML does not answer."""
+    # the pid is part of the key: a forked worker has to initialise NVML for itself
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found = _nvml_handle(os.getpid(), index)
+    if found is None:
+        return None
+    pynvml, handle = found
+    try:
+        # version 2 keeps the driver's reserve out of "used"
+        info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except (pynvml.NVMLError, AttributeError, ValueError):
+        return None
+    return int(info.free), int(info.total)
+
+
+@lru_cache(maxsize=32)
+def _nvml_handle(pid: int, index: int) -> tuple[Any, Any] | None:
+    """NVML and its handle of a torch device, once per process: initialising takes milliseconds."""
     try:
         import pynvml
     except (ImportError, OSError):
         return None
     try:
         pynvml.nvmlInit()
-        try:
-            handle = _nvml_handle(pynvml, device)
-            # version 2 keeps the driver's reserve out of "used"
-            info = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
-            return int(info.free), int(info.total)
-        finally:
-            pynvml.nvmlShutdown()
+        # NVML numbers all devices and ignores CUDA_VISIBLE_DEVICES: the UUID is what both know
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name.encode())
     except (pynvml.NVMLError, AttributeError, ValueError):
         return None
-
-
-def _nvml_handle(pynvml: object, device: torch.device) -> object:
-    # NVML numbers all devices and ignores CUDA_VISIBLE_DEVICES: the UUID is what both agree on.
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-    return pynvml.nvmlDeviceGetHandleByUUID(name.encode())  # type: ignore[attr-defined]
 
 
 def _read_process(parts: Mapping[str, int]) -> MemoryReading:

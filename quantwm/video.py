@@ -77,7 +77,9 @@ class PreviewWriter:
         require_pyav()
         options = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
         gop = max(1, round(fps))
-        self._stream = _Stream(path, "libx264", "yuv420p", fps, options, gop, {"crf": "18"})
+        self._stream = _Stream(
+            path, "libx264", "yuv420p", fps, options, gop, {"crf": "18", "preset": "veryfast"}
+        )
 
     def write(self, lanes: Sequence[np.ndarray], captions: Sequence[tuple[str, str]]) -> None:
         """Append one chunk: per lane uint8 [T, H, W, 3] and its two caption lines."""

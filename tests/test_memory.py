@@ -31,6 +31,8 @@ def test_without_psutil(monkeypatch):
 
 
 def fake_cuda(monkeypatch, allocated=10_000, reserved=12_000, free=70_000, total=100_000):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    memory._nvml_handle.cache_clear()
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
@@ -69,8 +71,7 @@ def fake_nvml(monkeypatch, failing: bool):
 
     module = types.SimpleNamespace(
         NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: asked.append("shutdown"),
+        nvmlInit=lambda: asked.append("init"),
         nvmlDeviceGetHandleByUUID=handle,
         nvmlMemory_v2=2,
         nvmlDeviceGetMemoryInfo=lambda h, version: types.SimpleNamespace(free=60_000, total=99_000),
@@ -85,7 +86,8 @@ def test_nvml_is_asked_by_uuid(monkeypatch):
     reading = memory.read_memory(torch.device("cuda"), PARTS)
     assert reading.source.startswith("NVML")
     assert (reading.used, reading.total) == (39_000, 99_000)
-    assert asked == [b"GPU-1234", "shutdown"]
+    memory.read_memory(torch.device("cuda", 0), PARTS)
+    assert asked == ["init", b"GPU-1234"]  # once for both readings
 
 
 def test_nvml_failure_falls_back(monkeypatch):
@@ -102,3 +104,9 @@ def test_free_bytes_counts_what_torch_holds_back(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
     monkeypatch.setattr(memory, "_read_proc", lambda: (0, 0, 0, "unknown"))
     assert memory.free_bytes(torch.device("cpu")) is None
+
+
+@pytest.fixture(autouse=True)
+def no_handles_left():
+    yield
+    memory._nvml_handle.cache_clear()

@@ -15,6 +15,7 @@ from quantwm.errors import UserError
 from quantwm.session import frames_sha256
 from quantwm.session_reader import Session, load_session
 from quantwm.video import has_pyav, iter_video
+from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import load_world, world_spec
 
 
@@ -92,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         prompt=info.prompt,
         mode=info.mode,
         steps=info.steps,
-        max_tokens=info.max_tokens,
+        max_tokens=info.max_tokens or _tokens_of(session, spec),
     ) as engine:
         engine.start()
         for action in session.actions:
@@ -110,6 +111,12 @@ def run(arguments: argparse.Namespace) -> int:
     for check in checks:
         check.close()
     return _report(session, checks, frames, blocks, str(device), kernels)
+
+
+def _tokens_of(session: Session, spec: WorldSpec) -> int:
+    # a session without a limit must not get this device's: as much as it ever held
+    frames = spec.context_frames + len(session.actions) * spec.cache.frames_per_chunk
+    return (frames + spec.cache.frames_per_chunk) * spec.cache.tokens_per_frame
 
 
 def _report(
