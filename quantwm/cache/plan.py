@@ -141,7 +141,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     held["bf16_sink"] = min(load.sink_tokens, load.tokens) * bf16
     held["bf16_recent"] = min(load.recent_tokens, load.tokens) * bf16
     if fmt.uses_queries and load.tokens:
-        per_head = load.head_dim**2 + (fmt.rank if spans else 0)
+        # The moment, the open span's eigenvalues, and the weights that recent chunks wait with.
+        waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
+        per_head = load.head_dim**2 + (fmt.rank if spans else 0) + waiting * load.head_dim
         held["statistics"] = load.layers * load.heads * per_head * 4
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())

@@ -1,0 +1,206 @@
+"""plan: published ratios to the byte, the bytes of a filled cache, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from quantwm.cache import CachePolicy, CacheSpec
+from quantwm.cache.formats import FORMATS
+from quantwm.cache.plan import MethodPlan, Workload, plan, plan_lanes, require_memory
+from quantwm.engine_types import LaneConfig
+from quantwm.errors import UserError
+from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv, run_chunk
+
+GIB = 2**30
+
+
+def _planned(method: str, load: Workload, **settings: object) -> MethodPlan:
+    return plan({method: settings}, load).methods[0]
+
+
+def _span(tokens: int, head_dim: int = 128, heads: int = 40, layers: int = 1) -> Workload:
+    return Workload(layers, heads, head_dim, tokens, tokens)
+
+
+@pytest.mark.parametrize(
+    ("method", "load", "ratio"),
+    [
+        ("quantwm", _span(4680), 4.68),
+        ("quantwm", _span(9360), 5.38),
+        ("quantwm", _span(14400), 5.67),
+        ("quantwm", _span(29640), 5.99),
+        ("quantwm", _span(17600, head_dim=256, heads=24), 6.20),
+        ("qvg", _span(1560), 3.32),
+        ("qvg", _span(4680), 5.22),
+        ("qvg", _span(29640), 6.88),
+        ("qvg", _span(37440), 6.97),
+    ],
+)
+def test_published_ratios(method: str, load: Workload, ratio: float) -> None:
+    assert round(_planned(method, load).ratio, 2) == ratio
+
+
+@pytest.mark.parametrize(("method", "ratio"), [("quantwm", 5.5), ("qvg", 6.35)])
+def test_embedded_world_ratios(method: str, ratio: float) -> None:
+    load = Workload(10, 3, 128, 3072, 3072, chunk_tokens=192)
+    assert _planned(method, load, preset="embedded").ratio == pytest.approx(ratio, abs=0.05)
+
+
+def test_longcat_bytes() -> None:
+    """48 layers x 32 heads x 29,640 tokens: 3.62486 GiB against 21.70898 GiB."""
+    found = _planned("quantwm", _span(29640, heads=32, layers=48))
+    assert round(found.bytes_packed / GIB, 5) == 3.62486
+    assert round(found.bytes_bf16 / GIB, 5) == 21.70898
+
+
+@pytest.mark.parametrize("tokens", [4680, 29640])
+def test_bits_per_token_are_the_design_s(tokens: int) -> None:
+    """Keys 364 + values 284 bits and 1,064,960 a head and span; the secondary scale apart."""
+    found = _planned("quantwm", _span(tokens))
+    bits = 8 * (found.bytes_packed - found.bytes["secondary_scales"])
+    assert bits == 40 * (tokens * (364 + 284) + 1_064_960)
+    found = _planned("qvg", _span(tokens))
+    assert 8 * found.bytes_packed == 40 * 2 * (tokens * 280 + 524_288)
+
+
+def test_the_secondary_scale_vanishes() -> None:
+    found = _planned("quantwm", _span(4680))
+    assert found.bytes["secondary_scales"] / found.bytes_packed < 1e-4
+    small = _planned("quantwm", Workload(10, 3, 128, 3072, 3072, 192), preset="embedded")
+    assert small.bytes["secondary_scales"] / small.bytes_packed < 1e-3
+
+
+POLICIES = [
+    CachePolicy(span_tokens=12),
+    CachePolicy(span_tokens=6),
+    CachePolicy(span_tokens=12, sink_frames=2, recent_chunks=1),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_plan_is_the_ledger_of_a_filled_cache(name: str, policy: CachePolicy) -> None:
+    """After the first span is gone, in which the first chunk has no PSAC rows.
+
+    Rank 1, so that the gate keeps every row (with more, rounding can hurt) and all are dense.
+    """
+    settings = {**SETTINGS[name], **({"rank": 1} if name == "quantwm" else {})}
+    cache = make_cache(name, policy, settings=settings)
+    for _ in range(9):
+        run_chunk(cache)
+    compressed = [s for s in cache._segments if s.kind == "packed"]
+    cache.evict(compressed[1].first_frame)
+    ledger = cache.ledger()
+    load = Workload.of_policy(SPEC, policy, tokens=cache.tokens, itemsize=4)
+    found = plan({name: settings}, load).methods[0]
+    assert found.bytes == ledger.parts and found.bytes_total == ledger.total
+    assert found.bytes_bf16 == ledger.bf16_bytes
+    assert found.ratio == ledger.nominal_ratio and found.resident_ratio == ledger.resident_ratio
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_planned_scratch_is_the_scratch_of_a_windowed_cache(name: str) -> None:
+    policy = CachePolicy(span_tokens=12, window_frames=7)
+    cache = make_cache(name, policy)
+    for _ in range(6):
+        run_chunk(cache)
+    load = Workload.of_policy(SPEC, policy, itemsize=4)
+    assert load.tokens == cache.tokens == 15
+    found = plan({name: SETTINGS[name]}, load).methods[0]
+    assert found.scratch_bytes == cache.ledger().scratch_bytes
+    assert found.peak_bytes == found.bytes_total + found.scratch_bytes + found.pending_bytes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_planned_pending_covers_the_clean_pass(name: str) -> None:
+    cache = make_cache(name, CachePolicy(span_tokens=12))
+    for _ in range(4):
+        run_chunk(cache)
+    load = Workload.of_policy(SPEC, cache.policy, tokens=cache.tokens)
+    planned = plan({name: SETTINGS[name]}, load).methods[0].pending_bytes
+    cache.begin_chunk(8, 2)
+    for layer in range(SPEC.layers):
+        cache.attend(layer, *qkv(layer, 6), clean=True)
+    assert 0 < cache.ledger().pending_bytes <= planned
+
+
+def test_sink_recent_and_current_count_only_when_asked_for() -> None:
+    bare = _planned("quantwm", Workload(2, 2, 128, 9360, 4680))
+    assert not {"bf16_sink", "bf16_recent"} & set(bare.bytes) and bare.pending_bytes == 0
+    more = _planned(
+        "quantwm",
+        Workload(2, 2, 128, 9360 + 4680 + 1560, 4680, None, 1560, 4680, 4680),
+    )
+    assert more.ratio == bare.ratio and more.bytes_packed == bare.bytes_packed
+    assert more.resident_ratio < bare.resident_ratio < bare.ratio
+    assert more.bytes["bf16_recent"] == 4680 * 2 * 2 * 128 * 4
+
+
+def test_json_holds_what_the_command_promises() -> None:
+    document = plan({"bf16": {}, "qvg": {}, "quantwm": {}}, _span(4680)).as_json()
+    again = json.loads(json.dumps(document))
+    promised = {"method", "ratio", "resident_ratio", "bytes", "bytes_total", "bytes_bf16"}
+    for method in again["methods"]:
+        assert promised | {"scratch_bytes", "peak_bytes"} <= set(method)
+        assert method["bytes_total"] == sum(method["bytes"].values())
+
+
+def _lanes(policy: CachePolicy) -> tuple[LaneConfig, ...]:
+    return tuple(LaneConfig(n, n, s, policy) for n, s in SETTINGS.items())
+
+
+def test_lanes_share_the_scratch() -> None:
+    planned = plan_lanes(SPEC, _lanes(CachePolicy(window_frames=12, span_tokens=12)))
+    each = planned.methods
+    assert planned.peak_bytes == (
+        sum(m.bytes_total for m in each)
+        + each[0].scratch_bytes
+        + max(m.pending_bytes for m in each)
+    )
+
+
+def test_enough_memory_is_no_error() -> None:
+    planned = plan({"bf16": {}}, _span(4680))
+    require_memory(planned, planned.peak_bytes)
+
+
+def test_too_little_memory_names_needed_free_and_what_fits() -> None:
+    spec = CacheSpec(40, 40, 128, 1560, 3)
+    lanes = (LaneConfig("quantwm", "quantwm", {}, CachePolicy(window_frames=63)),)
+    planned = plan_lanes(spec, lanes)
+    free = planned.peak_bytes // 2
+    with pytest.raises(UserError) as caught:
+        require_memory(planned, free)
+    text = str(caught.value)
+    assert f"{planned.peak_bytes:,} bytes" in text and f"{free:,} bytes" in text
+    assert "\n" not in text
+    fits = int(text.split("a history of ")[1].split(" tokens")[0].replace(",", ""))
+    assert fits % 4680 == 0 and planned.with_tokens(fits).peak_bytes <= free
+    assert planned.with_tokens(fits + 4680).peak_bytes > free
+
+
+def test_when_not_even_a_chunk_fits_it_says_so() -> None:
+    with pytest.raises(UserError, match="not even one chunk of history fits"):
+        require_memory(plan({"bf16": {}}, _span(4680)), 1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"layers": 0}, "layers must be at least 1"),
+        ({"span_tokens": 0}, "span_tokens must be at least 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens must be at least 1"),
+        ({"tokens": -1}, "tokens must be 0 or more"),
+    ],
+)
+def test_bad_workloads_are_refused(change: dict[str, int], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        replace(_span(4680), **change)
+
+
+def test_a_head_that_the_group_does_not_divide_is_refused() -> None:
+    with pytest.raises(UserError, match="group_size 64 does not divide head_dim 96"):
+        _planned("qvg", _span(4680, head_dim=96))
