@@ -323,6 +323,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--attention", choices=("flex", "sdpa"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--muon-lr", type=float, help="peak rate of the blocks' matrices")
     parser.add_argument("--weights", type=Path, help="go on from exported weights (warm restart)")
     parser.add_argument("--resume", type=Path, help="go on from a checkpoint; needs --weights too")
     args = parser.parse_args(argv)
@@ -342,7 +343,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     try:
         args = parse()
-        facts = run_all(PLANS[args.plan], args)
+        plan = PLANS[args.plan]
+        if args.muon_lr is not None:
+            transformer = replace(plan.transformer, muon_lr=args.muon_lr)
+            plan = replace(plan, transformer=transformer)
+        facts = run_all(plan, args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
