@@ -1,0 +1,138 @@
+"""Golden comparison: the reduced set passes, wrong results and missing ones do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantwm.cli import main
+from quantwm.errors import UserError
+from quantwm.goldens import Comparison, GoldenSet, check_folder, check_set, find_sets
+from quantwm.worlds.wan import attention, backbone
+
+GOLDENS = Path(__file__).parent / "goldens"
+NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
+WAN = ("causal_forcing", "causal_forcing_long", "lingbot_world_v2", "matrix_game2_universal",
+       "matrix_game2_gta_drive", "matrix_game2_templerun", "hy_worldplay_wan5b", "umt5",
+       "wan21_vae", "wan22_vae", "actions_matrix_game2", "actions_hy_worldplay",
+       "actions_lingbot_world")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def golden(name: str) -> GoldenSet:
+    return next(one for one in find_sets(GOLDENS) if one.name == name)
+
+
+def test_the_reduced_set_is_small() -> None:
+    assert sum(path.stat().st_size for path in GOLDENS.iterdir()) <= 6_000_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reduced_goldens_pass(name: str) -> None:
+    result = check_set(golden(name))
+    assert result.ok, result.worst
+
+
+@pytest.mark.parametrize("name", WAN)
+def test_whole_goldens_pass(shared_dir: Path, name: str) -> None:
+    document = check_folder(shared_dir / "goldens", [name])
+    assert document["ok"], document["families"]
+
+
+def fp32_only(folder: Path, name: str) -> Path:
+    """A copy of one golden set with its FP32 run alone."""
+    for path in GOLDENS.glob(f"{name}.*"):
+        shutil.copy(path, folder / path.name)
+    tensors = load_file(folder / f"{name}.safetensors")
+    kept = {key: value for key, value in tensors.items() if ".bf16" not in key}
+    save_file(kept, folder / f"{name}.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["lingbot_world_v2", "matrix_game2_universal"])
+def test_a_window_one_frame_short_is_not_ok(tmp_path: Path, name: str) -> None:
+    fp32_only(tmp_path, name)
+    sidecar = tmp_path / f"{name}.json"
+    info = json.loads(sidecar.read_text())
+    place = info["config"]["model"] if "local_attn_size" not in info["config"] else info["config"]
+    place["local_attn_size"] -= 1
+    sidecar.write_text(json.dumps(info))
+    assert not check_folder(tmp_path)["ok"]
+
+
+def test_a_wrong_rotation_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32_only(tmp_path, "lingbot_world_v2")
+    right = attention.frame_angles
+    monkeypatch.setattr(
+        attention, "frame_angles", lambda frames, *rest: right(frames + frames.min() // 4, *rest)
+    )
+    assert not check_folder(tmp_path)["ok"]
+
+
+def test_nan_is_not_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fp32_only(tmp_path, "matrix_game2_universal")
+    head = backbone.CausalWan._head
+    monkeypatch.setattr(backbone.CausalWan, "_head", lambda *a: head(*a) * float("nan"))
+    assert not check_folder(tmp_path)["ok"]
+
+
+def test_a_stored_output_that_is_not_produced_is_not_ok(tmp_path: Path) -> None:
+    for path in GOLDENS.glob("umt5.*"):
+        shutil.copy(path, tmp_path / path.name)
+    tensors = load_file(tmp_path / "umt5.safetensors")
+    save_file({**tensors, "encoder.fp32.more": torch.ones(3)}, tmp_path / "umt5.safetensors")
+    result = check_folder(tmp_path)["families"][0]
+    assert not result["ok"]
+    assert "encoder.fp32.more" in result["worst"]
+
+
+def test_comparison_is_strict_about_shape_and_tolerance(tmp_path: Path) -> None:
+    save_file({"a.b.x": torch.ones(2, 3)}, tmp_path / "one.safetensors")
+    one = GoldenSet("one", tmp_path, {"config": {}})
+    for produced, ok in (
+        (torch.ones(1, 2, 3), True),
+        (torch.ones(3, 2), False),
+        (torch.ones(2, 3) + 1e-3, False),
+        (torch.full((2, 3), float("nan")), False),
+    ):
+        compare = Comparison(one)
+        compare.check("a.b.x", produced)
+        assert compare.result().ok == ok
+
+
+def test_a_family_without_adapter_is_named_and_not_ok(tmp_path: Path) -> None:
+    (tmp_path / "new.json").write_text(json.dumps({"family": "new", "config": {}}))
+    save_file({"x": torch.ones(1)}, tmp_path / "new.safetensors")
+    result = check_folder(tmp_path)
+    assert result["families"][0]["family"] == "new"
+    assert not result["ok"]
+
+
+def test_user_errors_name_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder"):
+        find_sets(tmp_path / "absent")
+    with pytest.raises(UserError, match="no golden files"):
+        find_sets(tmp_path)
+    with pytest.raises(UserError, match="umt5"):
+        find_sets(GOLDENS, ["other"])
+
+
+def test_command_line_ends_with_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-golden", str(GOLDENS), "--families", "umt5,actions_matrix_game2"]) == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert document["ok"] is True
+    assert [set(one) for one in document["families"]] == [
+        {"family", "ok", "max_abs", "max_rel", "worst"}
+    ] * 2
