@@ -85,9 +85,11 @@ POLICIES = [
 def test_plan_is_the_ledger_of_a_filled_cache(name: str, policy: CachePolicy) -> None:
     """After the first span is gone, in which the first chunk has no PSAC rows.
 
-    Rank 1, so that the gate keeps every row (with more, rounding can hurt) and all are dense.
+    One direction and one centroid: then the gate keeps every row (with more directions rounding
+    can hurt, and a token that is its own centroid has no error), and all rows are dense.
     """
-    settings = {**SETTINGS[name], **({"rank": 1} if name == "quantwm" else {})}
+    dense = {"rank": 1, "centroids": 1} if name == "quantwm" else {}
+    settings = {**SETTINGS[name], **dense}
     cache = make_cache(name, policy, settings=settings)
     for _ in range(9):
         run_chunk(cache)
