@@ -1,0 +1,179 @@
+"""Cached rollouts of the Wan family against attention written out with a mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+from wan_helpers import CELLS, GRID, LATENT, TINY, make_cache, make_model, tiny_action
+
+from quantwm.worlds.wan import hy_actions
+from quantwm.worlds.wan.backbone import Pass
+from quantwm.worlds.wan.memory_rollout import MemoryRollout
+from quantwm.worlds.wan.prope import apply, cameras
+from quantwm.worlds.wan.rotary import frame_angles, rotate
+from quantwm.worlds.wan.schedules import flow_match_steps
+from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
+
+CLOSE = {"rtol": 0, "atol": 2e-5}
+NONE = Conditions()
+
+
+def visible(frames: int, chunk: int, window: int | None, sink: int) -> torch.Tensor:
+    """bool [frames, frames]: which frame (column) each frame (row) sees."""
+    query, key = torch.arange(frames)[:, None], torch.arange(frames)[None]
+    stop = (query // chunk + 1) * chunk
+    seen = key < stop
+    if window is not None:
+        seen &= (key < sink) | (key >= stop - (window - sink))
+    return seen
+
+
+class MaskedAttention:
+    """All frames at once, under a mask: what the cached rollout must equal."""
+
+    def __init__(self, frames: int, seen: torch.Tensor) -> None:
+        self.table = frame_angles(torch.arange(frames), GRID, 128)
+        self.mask = seen.repeat_interleave(CELLS, 0).repeat_interleave(CELLS, 1)
+
+    def __call__(self, layer, q, k, v):
+        q, k = rotate(q, *self.table), rotate(k, *self.table)
+        return (F.scaled_dot_product_attention(q[None], k[None], v[None], self.mask)[0],)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "window", "sink"),
+    [(3, None, 0), (3, 7, 1), (3, 4, 0), (4, 9, 3), (4, 11, 6), (1, 4, 1), (2, 5, 3)],
+)
+def test_cached_chunks_equal_the_full_mask(chunk: int, window: int | None, sink: int) -> None:
+    """Windows that end, and sinks that end, inside a chunk are among the cases."""
+    model, frames = make_model(), 5 * chunk
+    context = model.context_kv(torch.randn(5, 32))
+    latents = torch.randn(frames, 16, *LATENT)
+    attention = MaskedAttention(frames, visible(frames, chunk, window, sink))
+    whole = model(latents.transpose(0, 1), Pass(torch.zeros(frames), attention, context))
+    driver = SelfForcing(model, make_cache(model, chunk, window, sink), context, GRID)
+    parts = [
+        driver.commit(first, latents[first : first + chunk], NONE)
+        for first in range(0, frames, chunk)
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole.transpose(0, 1), **CLOSE)
+
+
+def test_denoising_never_changes_older_frames() -> None:
+    model = make_model(replace(TINY, in_channels=16))
+    driver = SelfForcing(model, make_cache(model), model.context_kv(torch.randn(5, 32)), GRID)
+    steps = flow_match_steps([1000, 500], 5.0)
+    driver.commit(0, torch.randn(3, 16, *LATENT), NONE)
+    before = [driver.cache.history(layer) for layer in range(2)]
+    noise = torch.randn(3, 16, *LATENT)
+    first = driver.denoise(3, noise, steps, lambda step: noise, NONE)
+    again = driver.denoise(3, noise, steps, lambda step: noise, NONE)
+    for layer in range(2):
+        for old, new in zip(before[layer], driver.cache.history(layer), strict=True):
+            assert torch.equal(old, new)
+    assert torch.equal(first[-1].x0, again[-1].x0)
+    assert driver.cache.frames == 3
+
+
+def test_action_streams_are_cached_beside_the_frames() -> None:
+    """The chunked rollout equals one with all frames in a single chunk cut by no window."""
+    config = replace(TINY, in_channels=36, context="image", context_len=5, action=tiny_action())
+    model = make_model(config)
+    context = model.context_kv(torch.randn(5, 32))
+    latents, channels = torch.randn(6, 16, *LATENT), torch.randn(20, 6, *LATENT)
+    rows, mouse = torch.randn(21, 4), torch.randn(21, 2)
+
+    def run(cache, size: int) -> list[torch.Tensor]:
+        driver = SelfForcing(model, cache, context, GRID)
+        return [
+            driver.commit(
+                first,
+                latents[first : first + size],
+                Conditions(channels[:, first : first + size], None, rows, mouse),
+            )
+            for first in range(0, 6, size)
+        ]
+
+    cache = make_cache(model, 3)
+    parts = run(cache, 3)
+    assert set(cache.ledger().parts) == {"bf16"}
+    assert cache.history(0, "mouse")[0].shape == (2, 6 * CELLS, 64)
+    assert cache.history(0, "keyboard")[0].shape == (2, 6, 64)
+    # The first chunk sees nothing later, so a fresh cache gives it the same flow.
+    alone = run(make_cache(model, 3), 3)[0]
+    assert torch.equal(alone, parts[0])
+    mouse[12:] += 1.0
+    assert not torch.allclose(run(make_cache(model, 3), 3)[1], parts[1])
+
+
+@pytest.mark.parametrize("method", ["qvg", "quantwm"])
+def test_other_formats_carry_a_rollout(method: str) -> None:
+    model = make_model(dtype=torch.bfloat16)
+    cache = make_cache(model, 3, 7, 1, method, centroids=8)
+    driver = SelfForcing(model, cache, model.context_kv(torch.randn(5, 32)), GRID)
+    for first in range(0, 15, 3):
+        flow = driver.commit(first, torch.randn(3, 16, *LATENT), NONE)
+        assert torch.isfinite(flow).all()
+    assert cache.frames == 4  # sink 1 and the 3 frames that the next chunk sees
+    assert cache.ledger().parts["codes"] > 0
+
+
+class JointMemory:
+    """Memory and chunk in one sequence: the chunk sees all, the memory itself only."""
+
+    def __init__(self, lenses, memory: int, frames: int) -> None:
+        self.lenses = lenses
+        self.table = frame_angles(torch.arange(frames), GRID, 128)
+        seen = torch.ones(frames, frames, dtype=torch.bool)
+        seen[:memory, memory:] = False
+        self.mask = seen.repeat_interleave(CELLS, 0).repeat_interleave(CELLS, 1)
+
+    def __call__(self, layer, q, k, v):
+        def attend(q, k, v):
+            return F.scaled_dot_product_attention(q[None], k[None], v[None], self.mask)[0]
+
+        rotary = attend(rotate(q, *self.table), rotate(k, *self.table), v)
+        projection, inverse = self.lenses.projection, self.lenses.inverse
+        turned = attend(apply(projection.transpose(1, 2), q), apply(inverse, k), apply(inverse, v))
+        return rotary, apply(projection, turned)
+
+
+def test_memory_prefill_equals_joint_attention() -> None:
+    model = make_model(replace(TINY, prope=True, precision="fp32_modulation"))
+    context = model.context_kv(torch.randn(5, 32))
+    c2w, labels = hy_actions.trajectory(hy_actions.parse_pose("w-5, right-4, up-2"))
+    lenses = cameras(
+        hy_actions.world_to_camera(c2w), hy_actions.intrinsics(len(c2w)), torch.float32
+    )
+    labels = torch.from_numpy(labels)
+    chosen, own = torch.tensor([0, 1, 2, 3, 5]), torch.arange(8, 12)
+    memory, noise = torch.randn(5, 16, *LATENT), torch.randn(4, 16, *LATENT)
+    driver = MemoryRollout(model, make_cache(model, 4), context, GRID, (1000.0, 500.0, 0.0))
+    driver.remember(memory, lenses.select(chosen), labels[chosen])
+    assert driver.cache.frames == 5
+    _, trace = driver.denoise(noise, lenses.select(chosen), lenses.select(own), labels[own])
+    every = torch.cat([chosen, own])
+    joint = JointMemory(lenses.select(every), 5, 9)
+    times = torch.cat([torch.full((5,), 14.0), torch.full((4,), 1000.0)])
+    flow = model(
+        torch.cat([memory, noise]).transpose(0, 1),
+        Pass(times, joint, context, labels=labels[every]),
+    )
+    torch.testing.assert_close(trace[0].flow, flow.transpose(0, 1)[5:], **CLOSE)
+    driver.remember(memory[:2], lenses.select(chosen[:2]), labels[chosen[:2]])
+    assert driver.cache.frames == 2
+
+
+def test_positions_do_not_end_at_1024_frames() -> None:
+    """Attention scores depend on distance alone, far beyond the published table too."""
+    x = torch.randn(1, 2 * CELLS, 128)
+    scores = []
+    for first in (3, 1023, 200_000):
+        table = frame_angles(torch.tensor([first, first + 1]), GRID, 128)
+        q = rotate(x.double(), *table)
+        scores.append(q @ q.transpose(1, 2))
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-8)
+    torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-6)
