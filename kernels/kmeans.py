@@ -46,16 +46,15 @@ def prepare_kernel(
 
 
 @triton.jit
-def _insert(distance, index, best_d, best_i):
-    """One compare-exchange of a sorted list: the smaller stays, the larger is passed on.
+def _slot(distance, index, above_d, above_i, d, i):
+    """A slot of a sorted list after an insertion: what is inserted, or what stood above, or itself.
 
-    Strictly smaller only, so that of equal distances the one seen first (lower index) stays.
+    Strictly smaller only, so that of equal distances the one seen first (lower index) stays ahead.
     """
-    swap = distance < best_d
-    return (
-        tl.where(swap, best_d, distance), tl.where(swap, best_i, index),
-        tl.where(swap, distance, best_d), tl.where(swap, index, best_i),
-    )  # fmt: skip
+    here = distance < d
+    pushed = distance < above_d
+    d = tl.where(pushed, above_d, tl.where(here, distance, d))
+    return d, tl.where(pushed, above_i, tl.where(here, index, i))
 
 
 @triton.jit
@@ -110,13 +109,14 @@ def assign_kernel(
             i += start
             if CANDIDATES > 1:
                 distances = tl.where(offs_k[None, :] == i[:, None], float("inf"), distances)
-            d, i, d0, i0 = _insert(d, i, d0, i0)
-            if CANDIDATES > 1:
-                d, i, d1, i1 = _insert(d, i, d1, i1)
-            if CANDIDATES > 2:
-                d, i, d2, i2 = _insert(d, i, d2, i2)
             if CANDIDATES > 3:
-                d, i, d3, i3 = _insert(d, i, d3, i3)
+                d3, i3 = _slot(d, i, d2, i2, d3, i3)
+            if CANDIDATES > 2:
+                d2, i2 = _slot(d, i, d1, i1, d2, i2)
+            if CANDIDATES > 1:
+                d1, i1 = _slot(d, i, d0, i0, d1, i1)
+            i0 = tl.where(d < d0, i, i0)
+            d0 = tl.minimum(d, d0)
 
     if CANDIDATES > 1:
         groups: tl.constexpr = D // GROUP
