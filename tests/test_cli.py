@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_world
+from PIL import Image
 
 import quantwm.cli.play as play_module
 import quantwm.video as video
@@ -121,12 +122,16 @@ def test_replay_checks_the_weights_first(tmp_path, capsys):
     assert "weights 666666666666" in err
 
 
-def test_play_from_a_picture_is_replayed(tmp_path, capsys):
-    from PIL import Image
-
-    picture = np.random.default_rng(0).integers(0, 256, (30, 30, 3), dtype=np.uint8)
-    Image.fromarray(picture).save(tmp_path / "start.png")
-    play(capsys, tmp_path / "s", "--no-video", "--image", tmp_path / "start.png")
+@pytest.mark.parametrize("name", ["start.png", "start.mkv"])
+def test_play_from_a_picture_or_video_is_replayed(tmp_path, capsys, name):
+    frames = np.random.default_rng(0).integers(0, 256, (6, 30, 30, 3), dtype=np.uint8)
+    if name.endswith("png"):
+        Image.fromarray(frames[0]).save(tmp_path / name)
+    else:
+        pytest.importorskip("av")
+        with video.LosslessWriter(tmp_path / name, 8) as writer:
+            writer.write(frames)
+    play(capsys, tmp_path / "s", "--no-video", "--image", tmp_path / name)
     assert (tmp_path / "s" / "start.png").is_file()
     status, document, _ = call(capsys, "replay", tmp_path / "s")
     assert (status, document["bit_identical"]) == (0, True)
