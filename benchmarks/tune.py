@@ -42,11 +42,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = device_named(options.device)
     shape = (options.heads, options.tokens, options.head_dim, options.centroids, 64, 8)
     runs = _runs(ops_for(device), make_case(*shape, device, extremes=False))
-    rows = [
-        row
-        for name in options.tables.split(",")
-        for row in _sweep(name, runs[name], options, device)
-    ]
+    rows: list[dict[str, Any]] = []
+    for name in options.tables.split(","):
+        swept = _sweep(name, runs[name], options, device)
+        rows += swept
+        print("\n".join(_lines(swept)), flush=True)  # a sweep that is cut short still says this
     return {
         "benchmark": "tune",
         "shape": list(shape),
@@ -123,15 +123,18 @@ def _trying(name: str, head_dim: int, row: dict[str, Any]) -> Iterator[None]:
         table[head_dim] = shipped
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [f"{result['hardware']}", f"ceilings {result['ceiling']}, shape {result['shape']}"]
-    place: dict[str, int] = {}
-    for row in result["rows"]:
-        place[row["table"]] = place.get(row["table"], 0) + 1
-        if place[row["table"]] <= 6 or row["shipped"]:
+def _lines(swept: list[dict[str, Any]]) -> list[str]:
+    """The six fastest rows of one table, and the shipped one."""
+    lines = []
+    for place, row in enumerate(swept):
+        if place < 6 or row["shipped"]:
             tried = [row[k] for k in ("block_n", "block_k", "num_warps", "num_stages")]
             lines.append(
                 f"{row['table']:13} {tried!s:18} {row.get('ms', row.get('refused'))!s:>10} ms"
                 f"{'  <- shipped' if row['shipped'] else ''}"
             )
-    return "\n".join(lines)
+    return lines
+
+
+def table(result: dict[str, Any]) -> str:
+    return f"{result['hardware']}\nceilings {result['ceiling']}, shape {result['shape']}"
