@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -50,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     options |= {"server_name": flags.host, "server_port": port, "share": flags.share}
     demo.launch(prevent_thread_lock=True, **options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that session folders are deleted
     print(f"http://{flags.host}:{port}", flush=True)
     demo.block_thread()
     return 0

@@ -81,7 +81,7 @@ class Runner:
         picture = self._picture(settings)
         self._report(stage="Opening the world", progress=0.0)
         self._engine = self._backend.open(settings, picture, self._progress)
-        self._report(stage="Starting the scene", progress=0.95)
+        self._report(stage="Walking into the scene", progress=0.9)
         block = self._engine.start()
         self._record_new(settings, picture)
         newest = self._desk.newest(self._slot)

@@ -3,6 +3,7 @@ handlers."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ def uploads_folder() -> Path:
 def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
     """The page and the arguments with which to launch it."""
     sessions = SessionManager(SessionFiles())
+    atexit.register(sessions.files.delete)
     handlers = Handlers(backend, sessions, uploads_folder())
 
     def hello(request: gr.Request) -> str:

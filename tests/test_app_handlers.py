@@ -196,6 +196,28 @@ def test_user_errors_reach_the_page_and_others_do_not(handlers, backend, caplog)
     assert handlers.sessions.census()["holding"] == 0
 
 
+def test_many_turns_leave_no_files_threads_or_slots(handlers, backend) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("counting open files needs /proc")
+
+    def visit(name: str) -> None:
+        page = Page(handlers, name)
+        for message in page.drive({"speed": 0}):
+            if message["kind"] == "block" and message["i"] == 1:
+                page.send(stop=True)
+        handlers.closed(name)
+        backend.engines.clear()
+
+    visit("warm-up")
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for number in range(12):
+        visit(f"page {number}")
+    after = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    assert after == before
+    assert handlers.sessions.census() == {"sessions": 0, "waiting": 0, "holding": 0, "slots": 0}
+    assert list(handlers.sessions.files.root.iterdir()) == []
+
+
 @pytest.mark.parametrize("payload", [None, 4, "x", {}, {"sess": "guess"}, {"sess": ["x"]}])
 @pytest.mark.parametrize("name", ["control", "join", "leave", "check", "picture", "download"])
 def test_strangers_get_one_line(handlers, name: str, payload: object) -> None:

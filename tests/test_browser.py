@@ -21,7 +21,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 
-WAIT = 15_000
+WAIT = 30_000
 PHASE = '.qwm[data-phase="{}"]'
 
 BAR_CODES = """() => [...document.querySelectorAll('.qwm-screen canvas')].map((canvas) => {
@@ -132,7 +132,7 @@ def outside(url: str) -> list[str]:
     return [] if local else [f"request to {url}"]
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 10.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -351,6 +351,21 @@ def test_leaving_the_line(open_page, server) -> None:
     until(lambda: server.sessions.census()["holding"] == 0, "the world is free")
     time.sleep(0.5)
     assert len(server.backend.engines) == engines, "a ticket that left the line starts nothing"
+
+
+def test_a_page_that_closes_in_the_line_leaves_it(open_page, server) -> None:
+    first = open_page()
+    drive(first)
+    second = open_page()
+    second.click('[data-do="veil"]')
+    second.wait_for_selector(PHASE.format("queued"))
+    engines = len(server.backend.engines)
+    second.close()
+    until(lambda: server.sessions.census()["waiting"] == 0, "nobody waits")
+    first.close()
+    until(lambda: server.sessions.census()["holding"] == 0, "the world is free")
+    time.sleep(0.5)
+    assert len(server.backend.engines) == engines
 
 
 def test_download_holds_the_session(open_page, server, tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ function bytes(count) {
 
 const times = (ratio) => (ratio === null ? "\u2013" : ratio.toFixed(2) + "\u00d7");
 const whole = (count) => count.toLocaleString("en-US").replaceAll(",", "\u202f");
-const millis = (ms) =>
-  ms >= 10000 ? (ms / 1000).toFixed(1) + "\u00a0s" : ms.toFixed(ms < 10 ? 1 : 0) + "\u00a0ms";
+const millis = (ms) => {
+  if (ms < 1000) return ms.toFixed(ms < 10 ? 1 : 0) + "\u00a0ms";
+  return (ms / 1000).toFixed(ms < 10000 ? 2 : 1) + "\u00a0s";
+};
 const decibels = (db) => (db >= 99 ? "identical" : db.toFixed(1) + "\u00a0dB");
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");

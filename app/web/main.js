@@ -111,6 +111,7 @@ async function download() {
   } finally {
     say("download", "Download session");
     refresh();
+    sendSoon();
   }
 }
 
@@ -147,7 +148,11 @@ function choicesChanged() {
 }
 
 const actions = {
-  drive: () => (state.run ? pause() : drive()),
+  drive: () => {
+    if (state.run) return pause();
+    stage.scrollIntoView({ block: "nearest" });
+    drive();
+  },
   veil: () => (state.phase === "queued" ? leave() : state.phase === "gone" ? location.reload() : drive()),
   step: step,
   reset: reset,
@@ -187,7 +192,10 @@ stage.addEventListener("focus", refresh);
 stage.addEventListener("blur", refresh);
 document.addEventListener("visibilitychange", () => document.hidden && pause());
 input("stepmode").checked = calm.matches;
-input("stepmode").addEventListener("change", () => pause());
+input("stepmode").addEventListener("change", () => {
+  pause();
+  refresh();
+});
 
 // What the server says -------------------------------------------------------------------------
 const speakers = {

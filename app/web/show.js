@@ -17,7 +17,10 @@ function refresh() {
   off("reset", !live);
   off("download", state.ticket === 0 || busy || state.phase === "gone");
   const focused = document.activeElement === stage;
-  $(".qwm-hint").hidden = !live || focused;
+  $(".qwm-hint").hidden = !live || state.run;
+  $(".qwm-hint").classList.toggle("qwm-corner", focused);
+  const press = input("stepmode").checked ? "A key makes one chunk" : "Paused, press a key";
+  say("hint", focused ? press : "Click to drive");
   $(".qwm-apply").hidden = !live || JSON.stringify(choices.scene && choices.read()) === JSON.stringify(state.applied);
   veil();
   status();
