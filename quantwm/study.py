@@ -87,14 +87,16 @@ def study_spec(tensors: RecordedTensors, chunk: int) -> CacheSpec:
             f"chunks; it was recorded with {tensors.metadata.get('chunk_tokens', 'unknown')}"
         )
     frame = tensors.metadata_int("tokens_per_frame") or chunk
-    if frame < 1 or chunk % frame:
-        frame = chunk
+    rope = tensors.rope()
+    if chunk % frame:
+        frame, rope = chunk, None  # chunks that cut frames: places in a frame mean nothing then
     return CacheSpec(
         layers=len(tensors.layers),
         heads=heads,
         head_dim=head_dim,
         tokens_per_frame=frame,
         frames_per_chunk=chunk // frame,
+        rope=rope,
     )
 
 
@@ -105,10 +107,11 @@ def _study_method(
     spec = cache.spec
     size, frames = spec.tokens_per_chunk, spec.frames_per_chunk
     chunks = tensors.shape[1] // size
+    first = tensors.metadata_int("first_frame") or 0
     logit, shift, output = [], [], []
     for number in range(chunks):
         report(f"{method}: chunk {number + 1}/{chunks}")
-        cache.begin_chunk(number * frames, frames)
+        cache.begin_chunk(first + number * frames, frames)
         for slot, layer in enumerate(tensors.layers.values()):
             now = slice(number * size, (number + 1) * size)
             q, k, v = (layer[part][:, now].to(cache.device) for part in PARTS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantwm.cache.spec import CacheSpec
+from quantwm.cache.spec import CacheSpec, RopeLayout
 from quantwm.errors import UserError
 
 MAX_FILE_BYTES = 16 * 2**30
@@ -37,6 +37,26 @@ class RecordedTensors:
         """A whole number from the metadata, or None where it says nothing."""
         text = self.metadata.get(name, "")
         return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+    def rope(self) -> RopeLayout | None:
+        """How positions are in the keys, for formats that undo it; None when the file is silent.
+
+        Raises:
+            UserError: metadata that is there but does not describe a layout.
+        """
+        split, grid = self.metadata.get("rope_split_thw"), self.metadata.get("grid_hw")
+        if split is None or grid is None:
+            return None
+        try:
+            theta = float(self.metadata.get("rope_theta", "10000"))
+            channels = tuple(int(part) for part in split.split(","))
+            rows, columns = (int(part) for part in grid.split(","))
+        except ValueError as error:
+            raise UserError(
+                f"metadata rope_split_thw {split[:40]!r}, grid_hw {grid[:40]!r} and rope_theta "
+                'are numbers like "44,42,42", "6,8" and "10000"'
+            ) from error
+        return RopeLayout(channels, (rows, columns), theta)  # type: ignore[arg-type]
 
 
 def load_tensors(path: Path) -> RecordedTensors:
@@ -82,6 +102,7 @@ class TensorRecorder:
     def __init__(self, layers: tuple[int, ...]) -> None:
         self.layers = layers
         self.spec: CacheSpec | None = None
+        self.first_frame = 0
         self._chunks: dict[str, list[torch.Tensor]] = {
             f"layer{layer}.{part}": [] for layer in layers for part in PARTS
         }
@@ -92,6 +113,11 @@ class TensorRecorder:
         for chunks in self._chunks.values():
             chunks.clear()
         return RecordingCache(cache, self)
+
+    def begin(self, first_frame: int) -> None:
+        """A chunk begins at this latent frame; the first one is where the recording begins."""
+        if self.tokens == 0:
+            self.first_frame = first_frame
 
     def add(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Keep one layer's tensors of one clean pass, [heads, tokens, head_dim]."""
@@ -117,8 +143,12 @@ class TensorRecorder:
             "rope": "post",
             "chunk_tokens": str(self.spec.tokens_per_chunk),
             "tokens_per_frame": str(self.spec.tokens_per_frame),
-            "first_frame": "0",
+            "first_frame": str(self.first_frame),
         }
+        if self.spec.rope is not None:
+            metadata["rope_split_thw"] = ",".join(map(str, self.spec.rope.split))
+            metadata["grid_hw"] = ",".join(map(str, self.spec.rope.grid))
+            metadata["rope_theta"] = repr(self.spec.rope.theta)
         partial = path.with_name(path.name + ".part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,6 +178,11 @@ class RecordingCache:
         if options.get("clean"):
             self._recorder.add(layer, q, k, v)
         return self._cache.attend(layer, q, k, v, *arguments, **options)
+
+    def begin_chunk(self, first_frame: int, frames: int) -> None:
+        """KVCache.begin_chunk; the recording's first frame is noted."""
+        self._recorder.begin(first_frame)
+        self._cache.begin_chunk(first_frame, frames)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
-from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
 from quantwm.study import study, study_spec
 from quantwm.tensor_files import TensorRecorder, default_layers, load_tensors
@@ -142,6 +142,16 @@ def test_geometry_comes_from_the_file(tmp_path):
         study_spec(loaded, 32)
 
 
+def test_rope_comes_from_the_metadata(tmp_path):
+    rope = {"rope_split_thw": "24,20,20", "grid_hw": "2,2", "tokens_per_frame": "4"}
+    loaded = load_tensors(write(tmp_path / "a.safetensors", **rope))
+    assert study_spec(loaded, 8).rope == RopeLayout((24, 20, 20), (2, 2), 10000.0)
+    assert study_spec(load_tensors(write(tmp_path / "b.safetensors")), 8).rope is None
+    for bad in ({"rope_split_thw": "24,20"}, {"grid_hw": "x,2"}, {"grid_hw": "2,3"}):
+        with pytest.raises(UserError):
+            study_spec(load_tensors(write(tmp_path / "c.safetensors", **(rope | bad))), 8)
+
+
 def test_unknown_method(tmp_path):
     with pytest.raises(UserError, match=r"unknown method 'x'; there are bf16"):
         run(write(tmp_path / "a.safetensors"), ["x"])
@@ -215,7 +225,8 @@ def test_truncated_file(tmp_path):
 
 def test_recorder_keeps_clean_passes_only(tmp_path):
     tensors = make_tensors(chunks=2, layers=(0,))
-    spec = CacheSpec(1, HEADS, DIM, CHUNK, 1)
+    rope = RopeLayout((24, 20, 20), (2, 4), 500.0)
+    spec = CacheSpec(1, HEADS, DIM, CHUNK, 1, rope=rope)
     cache = KVCache(spec, make_format("bf16"), CachePolicy())
     recorder = TensorRecorder((0,))
     with pytest.raises(UserError, match="nothing was recorded"):
@@ -224,7 +235,7 @@ def test_recorder_keeps_clean_passes_only(tmp_path):
     for number in range(2):
         now = slice(number * CHUNK, (number + 1) * CHUNK)
         parts = [tensors[f"layer0.{part}"][:, now] for part in "qkv"]
-        recording.begin_chunk(number, 1)
+        recording.begin_chunk(7 + number, 1)
         recording.attend(0, *(x + 1 for x in parts))
         recording.attend(0, *parts, clean=True)
         recording.finalize_chunk()
@@ -234,6 +245,8 @@ def test_recorder_keeps_clean_passes_only(tmp_path):
     for part in "qkv":
         assert torch.equal(loaded.layers[0][part], tensors[f"layer0.{part}"])
     assert loaded.metadata_int("chunk_tokens") == CHUNK
+    assert loaded.metadata_int("first_frame") == 7
+    assert loaded.rope() == rope
 
 
 def test_default_layers():
