@@ -87,6 +87,12 @@ class Walk:
         self.c2w: list[np.ndarray] = []
         self.labels: list[int] = []
 
+    def copy(self) -> Walk:
+        """The same walk, to be continued apart."""
+        other = Walk()
+        other.c2w, other.labels = list(self.c2w), list(self.labels)
+        return other
+
     def advance(self, frames: Sequence[KeySet]) -> None:
         """Append one pose and label per latent frame; the first frame of all does not move."""
         for keys in frames:

@@ -11,7 +11,7 @@ from quantwm.cache.kv_cache import KVCache
 from quantwm.worlds.wan.attention import Grid, MemoryAttention
 from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Pass
 from quantwm.worlds.wan.prope import Cameras
-from quantwm.worlds.wan.schedules import euler_steps
+from quantwm.worlds.wan.schedules import TRAIN_STEPS, euler_steps
 
 CONTEXT_TIMESTEP = 14.0  # memory frames and the start image are shown at this noise level
 TIMESTEPS = (1000.0, 960.0, 888.8889, 727.2728, 0.0)  # the distilled model's four Euler steps
@@ -19,8 +19,9 @@ TIMESTEPS = (1000.0, 960.0, 888.8889, 727.2728, 0.0)  # the distilled model's fo
 
 @dataclass(frozen=True)
 class EulerTrace:
-    """One Euler step: per-frame timesteps [F], input and flow [F, C, H, W]."""
+    """One Euler step: sigma, per-frame timesteps [F], input and flow [F, C, H, W]."""
 
+    sigma: float
     timesteps: torch.Tensor
     x: torch.Tensor
     flow: torch.Tensor
@@ -87,7 +88,7 @@ class MemoryRollout:
                 if image is not None:
                     times[0] = self.context_timestep
                 flow = self._flow(x, times, seen, labels, clean=False)
-                trace.append(EulerTrace(times, x, flow))
+                trace.append(EulerTrace(timestep / TRAIN_STEPS, times, x, flow))
                 moved = x + change * flow
                 x = moved if image is None else torch.cat([x[:1], moved[1:]])
         finally:

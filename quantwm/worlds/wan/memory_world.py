@@ -1,0 +1,81 @@
+"""HY-World 1.5 (Wan 5B) as a world: remembered frames are chosen and cached for every chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState
+from quantwm.worlds.wan import hy_actions
+from quantwm.worlds.wan.memory_frames import POINTS, WAN_5B, sample_points, select
+from quantwm.worlds.wan.memory_rollout import MemoryRollout
+from quantwm.worlds.wan.prope import Cameras, cameras
+from quantwm.worlds.wan.world import Session, WanWorld, extra_list
+
+
+class MemoryWorld(WanWorld):
+    """Keeps all clean latents of a lane; the cache holds those a chunk remembers."""
+
+    @torch.inference_mode()
+    def generate_chunk(
+        self, lane: LaneState, action: ChunkAction, noise: torch.Tensor, steps: int
+    ) -> ChunkOutput:
+        self._check_steps(steps)
+        self._check_window(lane)
+        session, first, size = self._session_of(lane), lane.next_frame, len(action.frames)
+        walk = self._walk(lane, action)
+        w2c = hy_actions.world_to_camera(np.stack(walk.c2w))
+        lenses = self._lenses(w2c)
+        labels = torch.tensor(walk.labels, device=self.device)
+        driver = self._driver(lane, session)
+        own = torch.arange(first, first + size, device=self.device)
+        memory = None
+        if first:
+            points = sample_points(POINTS, session.seed)
+            chosen = torch.tensor(select(w2c, first, points, WAN_5B), device=self.device)
+            memory = lenses.select(chosen)
+            driver.remember(self._latents(lane)[chosen], memory, labels[chosen])
+        image = None
+        if first == 0 and session.image is not None:
+            image = session.image[:, 0]
+        x, trace = driver.denoise(noise, memory, lenses.select(own), labels[own], image)
+        # The flow points from data to noise: x0 = x - sigma * flow.
+        x0 = tuple(step.x - step.sigma * step.flow for step in trace)
+        return ChunkOutput(x.float(), x0)
+
+    @torch.inference_mode()
+    def commit_chunk(self, lane: LaneState, latents: torch.Tensor, action: ChunkAction) -> None:
+        """The next chunk's memory is chosen by its own camera, so only latents are kept here."""
+        walk = self._walk(lane, action)
+        lane.extra["latents"] = [*extra_list(lane.extra, "latents"), latents.float()]
+        lane.extra["walk"] = walk
+        self._committed(lane, len(latents))
+
+    def _walk(self, lane: LaneState, action: ChunkAction) -> hy_actions.Walk:
+        """The lane's camera with this chunk's frames behind it; the lane's own is untouched."""
+        held = lane.extra.get("walk")
+        walk = held.copy() if isinstance(held, hy_actions.Walk) else hy_actions.Walk()
+        walk.advance(action.frames)
+        return walk
+
+    def _lenses(self, w2c: torch.Tensor) -> Cameras:
+        found = cameras(w2c, hy_actions.intrinsics(len(w2c)), self.dtype)
+        return Cameras(found.projection.to(self.device), found.inverse.to(self.device))
+
+    def _latents(self, lane: LaneState) -> torch.Tensor:
+        return torch.cat(extra_list(lane.extra, "latents"))
+
+    def _driver(self, lane: LaneState, session: Session) -> MemoryRollout:
+        return MemoryRollout(self.model, lane.cache, session.context, self.grid, self.entry.steps)
+
+    def _check_window(self, lane: LaneState) -> None:
+        window, needed = (
+            lane.cache.policy.window_frames,
+            WAN_5B.frames + self.entry.frames_per_chunk,
+        )
+        if window is not None and window < needed:
+            raise UserError(
+                f"{self.spec.name} remembers {WAN_5B.frames} latent frames beside its chunk: its "
+                f"window must be at least {needed}, got {window}"
+            )

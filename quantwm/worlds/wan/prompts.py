@@ -1,0 +1,48 @@
+"""Prompts to text features: the encoder is loaded, used and released again."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+
+from quantwm.worlds.wan.umt5 import clean_prompt, load_umt5, tokenize
+
+ROOM = 1.15  # of the encoder's size: its activations for 512 tokens and the allocator's slack
+
+
+class PromptEncoder:
+    """Encodes a prompt when it changes. The 11 GB encoder is not kept beside the transformer."""
+
+    def __init__(
+        self, weights: Path, tokenizer: Path, weight_bytes: int, device: torch.device
+    ) -> None:
+        """weight_bytes: of the encoder, to see whether the device has room for it."""
+        self.weights, self.tokenizer, self.device = weights, tokenizer, device
+        self.weight_bytes = weight_bytes
+        self._newest: tuple[str, torch.Tensor] | None = None
+
+    def __call__(self, prompt: str) -> torch.Tensor:
+        """Features of a prompt, [tokens, width], on the world's device."""
+        prompt = clean_prompt(prompt)
+        if self._newest is None or self._newest[0] != prompt:
+            ids = tokenize(prompt, self.tokenizer)
+            device = self._roomy_device()
+            encoder = load_umt5(self.weights, torch.bfloat16, device)
+            with torch.inference_mode():
+                features = encoder.encode(ids).to(self.device)
+            del encoder
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._newest = prompt, features
+        return self._newest[1]
+
+    def _roomy_device(self) -> torch.device:
+        """The world's device if the encoder fits beside what is there, else the CPU."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if free > ROOM * self.weight_bytes:
+                return self.device
+        return torch.device("cpu")

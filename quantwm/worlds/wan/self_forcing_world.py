@@ -1,0 +1,86 @@
+"""Causal-Forcing, LingBot and Matrix-Game-2 as worlds: self-forcing under live controls."""
+
+from __future__ import annotations
+
+import torch
+
+from quantwm.worlds.base import ChunkAction, ChunkOutput, KeySet, LaneState
+from quantwm.worlds.wan import lingbot_actions, matrix_actions
+from quantwm.worlds.wan.schedules import Step, flow_match_steps, unipc_steps
+from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
+from quantwm.worlds.wan.world import Session, WanWorld, extra_list, step_noise
+
+
+class SelfForcingWorld(WanWorld):
+    """Denoises against the cache in few steps, then writes the chunk with a clean pass."""
+
+    @torch.inference_mode()
+    def generate_chunk(
+        self, lane: LaneState, action: ChunkAction, noise: torch.Tensor, steps: int
+    ) -> ChunkOutput:
+        self._check_steps(steps)
+        session, first = self._session_of(lane), lane.next_frame
+
+        def renoise(step: int) -> torch.Tensor:
+            return step_noise(session.seed, first, step, noise.shape).to(self.device)
+
+        trace = self._driver(lane, session).denoise(
+            first, noise, self._steps(first), renoise, self._conditions(lane, session, action)
+        )
+        return ChunkOutput(trace[-1].x0, tuple(step.x0 for step in trace))
+
+    @torch.inference_mode()
+    def commit_chunk(self, lane: LaneState, latents: torch.Tensor, action: ChunkAction) -> None:
+        session = self._session_of(lane)
+        conditions = self._conditions(lane, session, action)
+        self._driver(lane, session).commit(lane.next_frame, latents, conditions)
+        lane.extra["held"] = [*extra_list(lane.extra, "held"), *action.frames]
+        self._committed(lane, len(latents))
+
+    def _driver(self, lane: LaneState, session: Session) -> SelfForcing:
+        return SelfForcing(self.model, lane.cache, session.context, self.grid)
+
+    def _steps(self, first_frame: int) -> tuple[Step, ...]:
+        entry = self.entry
+        listed = entry.first_steps if entry.first_steps and first_frame == 0 else entry.steps
+        steps = [int(step) for step in listed]
+        if entry.kind == "camera":
+            return unipc_steps(steps, entry.shift)
+        return flow_match_steps(steps, entry.shift)
+
+    def _conditions(self, lane: LaneState, session: Session, action: ChunkAction) -> Conditions:
+        if self.entry.kind == "text":
+            return Conditions()
+        channels = self._channels(session, lane.next_frame, len(action.frames))
+        if self.entry.kind == "camera":
+            return Conditions(channels, camera=self._camera(action, lane.next_frame))
+        keyboard, mouse = self._rows(extra_list(lane.extra, "held"), action)
+        return Conditions(channels, keyboard=keyboard, mouse=mouse)
+
+    def _channels(self, session: Session, first: int, frames: int) -> torch.Tensor:
+        """Mask (1 in latent frame 0) and image latents of the chunk, [20, F, h, w].
+
+        The picture was encoded with grey behind it; past its end its last latent holds.
+        """
+        image = session.image
+        if image is None:
+            raise RuntimeError("a pictured world started without image latents")
+        index = torch.arange(first, first + frames, device=image.device)
+        held = image[:, index.clamp(max=image.shape[1] - 1)]
+        mask = held.new_zeros(4, *held.shape[1:])
+        mask[:, index == 0] = 1
+        return torch.cat([mask, held])
+
+    def _camera(self, action: ChunkAction, first: int) -> torch.Tensor:
+        width, height = self.spec.video_size
+        poses = lingbot_actions.live_poses(action.frames, first).to(self.device)
+        lens = lingbot_actions.scaled_intrinsics(lingbot_actions.INTRINSICS, height, width)
+        rays = lingbot_actions.pluecker(poses, lens, height, width)
+        return lingbot_actions.folded(rays)
+
+    def _rows(
+        self, held: list[KeySet], action: ChunkAction
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Action rows from the start to the end of the chunk: a window reaches back 12 rows."""
+        keyboard, mouse = matrix_actions.action_rows(self.entry.mode, [*held, *action.frames], 0)
+        return keyboard.to(self.device), None if mouse is None else mouse.to(self.device)
