@@ -308,3 +308,46 @@ def test_as_a_program():
     )
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1 and "unknown world 'mars'" in done.stderr
+
+
+@pytest.fixture
+def embedded_assets(tmp_path, monkeypatch):
+    """Weight files of the embedded world with tiny random weights, and no scenes."""
+    from quantwm.worlds.embedded import adapter
+    from quantwm.worlds.embedded.config import PRESETS
+    from quantwm.worlds.embedded.weights import save_models
+
+    world = adapter.EmbeddedWorld.random("tiny", seed=0)
+    folder = tmp_path / "assets" / "embedded"
+    save_models(folder, PRESETS["tiny"], world._transformer, world._autoencoder, {})
+    monkeypatch.setattr(adapter, "ASSETS", tmp_path / "assets")
+    return folder
+
+
+def test_embedded_world_from_its_files(tmp_path, capsys, embedded_assets):
+    arguments = ("play", "--world", "embedded", "--device", "cpu", "--actions", "w-4")
+    out = tmp_path / "s"
+    status, document, _ = call(capsys, *arguments, "--steps", 1, "--no-video", "--out", out)
+    assert (status, document["frames"]) == (0, 4)
+    status, document, _ = call(capsys, "worlds")
+    found = next(world for world in document["worlds"] if world["world"] == "embedded")
+    assert found["present"] is True
+    (shard,) = embedded_assets.glob("*.safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    status, document, err = call(capsys, *arguments, "--no-video", "--out", tmp_path / "t")
+    assert (status, document) == (2, None)
+    assert "was altered" in err.splitlines()[-1]
+    shard.write_bytes(data[:-5])
+    status, document, err = call(capsys, *arguments, "--no-video", "--out", tmp_path / "t")
+    assert status == 2
+    assert "fetch it again" in err.splitlines()[-1]
+    assert not (tmp_path / "t").exists()
+    status, document, err = call(capsys, "worlds")
+    assert (status, document["worlds"][0]["present"]) == (0, False)
+    shard.unlink()
+    (embedded_assets / "manifest.json").unlink()
+    status, document, err = call(capsys, *arguments, "--no-video", "--out", tmp_path / "t")
+    assert status == 2
+    assert "weights of the embedded world not found" in err

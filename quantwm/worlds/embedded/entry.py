@@ -46,4 +46,4 @@ def presence() -> Presence:
 
 def load_world(device: torch.device, progress: Progress | None) -> World:
     """Check and load the weights."""
-    return adapter.load(device, progress=progress)
+    return adapter.load(device, progress=progress, assets=adapter.ASSETS)
