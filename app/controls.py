@@ -22,6 +22,7 @@ from quantwm.errors import UserError
 
 _HEAD = Struct("<II")
 SLOT_BYTES = 4096
+"""One page of memory; a snapshot with its settings is below 1,000 bytes."""
 
 CODE_TO_KEY = {
     "KeyW": ("w", "up"),
@@ -167,7 +168,7 @@ class Board:
     def write(self, slot: int, record: Mapping[str, object]) -> None:
         body = json.dumps(record, separators=(",", ":")).encode()
         if len(body) > SLOT_BYTES - _HEAD.size:
-            raise UserError(f"a control message has {len(body)} bytes; it must stay below 4,000")
+            raise UserError(f"a control message has {len(body):,} bytes; at most 4,000 are taken")
         start = self._start(slot)
         with self._lock:
             self._map[start + _HEAD.size : start + _HEAD.size + len(body)] = body

@@ -7,7 +7,6 @@ which kernels is the library's decision.
 from __future__ import annotations
 
 import argparse
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import torch
 from app import limits
 from app.backend import LANES, Catalogue, LaneChoice, Progress, Settings
 from app.controls import whole
+from app.one_thread import OneThread, PinnedEngine
 from quantwm.cli.common import names, pick_device
 from quantwm.describe import session_info
 from quantwm.engine import Engine
@@ -59,7 +59,7 @@ class LibraryBackend:
             raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
         offered = [*lanes, *(name for name in spec.format_settings if name not in lanes)]
         self._device = device
-        self._lock = threading.Lock()
+        self._thread = OneThread()
         self._world: World | None = None
         self._catalogue = Catalogue(
             world=spec,
@@ -75,13 +75,18 @@ class LibraryBackend:
     def catalogue(self) -> Catalogue:
         return self._catalogue
 
-    def open(self, settings: Settings, picture: np.ndarray | None, progress: Progress) -> Engine:
+    def open(
+        self, settings: Settings, picture: np.ndarray | None, progress: Progress
+    ) -> PinnedEngine:
+        inner = self._thread.run(lambda: self._open(settings, picture, progress))
+        return PinnedEngine(inner, self._thread)
+
+    def _open(self, settings: Settings, picture: np.ndarray | None, progress: Progress) -> Engine:
         spec = self._catalogue.world
-        with self._lock:
-            if self._world is None:
-                self._world = load_world(
-                    spec.name, self._device, lambda stage, share: progress(stage, 0.7 * share)
-                )
+        if self._world is None:
+            self._world = load_world(
+                spec.name, self._device, lambda stage, share: progress(stage, 0.7 * share)
+            )
         progress("Setting up the caches", 0.7)
         engine = Engine(
             self._world,
@@ -96,10 +101,12 @@ class LibraryBackend:
         return engine
 
     def record(
-        self, folder: Path, settings: Settings, picture: np.ndarray | None, engine: Engine
+        self, folder: Path, settings: Settings, picture: np.ndarray | None, engine: PinnedEngine
     ) -> SessionWriter:
         start = None if picture is None else self._fitted(picture)
-        return SessionWriter(folder, session_info(engine), video=has_pyav(), start_picture=start)
+        return SessionWriter(
+            folder, session_info(engine.inner), video=has_pyav(), start_picture=start
+        )
 
     def _fitted(self, picture: np.ndarray) -> np.ndarray:
         """uint8 [H, W, 3] -> uint8 [1, h, w, 3] at the world's size."""

@@ -67,9 +67,6 @@ MAX_SPEED = 8.0
 MAX_KEYS_HELD = 6
 """More fingers than anyone drives with."""
 
-MAX_CONTROL_BYTES = 3_500
-"""One control message as JSON; it must fit a slot of the control board."""
-
 MAX_UPLOAD_BYTES = 16 * 2**20
 """A start picture; also handed to Gradio as max_file_size."""
 

@@ -169,7 +169,7 @@ class SessionManager:
                 "sessions": len(self._sessions),
                 "waiting": len(self._waiting),
                 "holding": int(self._holder is not None),
-                "slots": self.desk._board.slots - len(self._free),
+                "slots": self._house - len(self._free),
             }
 
     def _leave(self, token: str) -> None:

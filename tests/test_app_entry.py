@@ -116,10 +116,29 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     from app.ui import build
 
-    demo, options = build(FakeBackend(tmp_path_factory.mktemp("scenes")))
-    _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **options)
-    yield url
-    demo.close()
+    reached.clear()
+    connect = socket.socket.connect
+
+    def noted(self: socket.socket, where: object) -> None:
+        reached.append(str(where[0] if isinstance(where, tuple) else where))
+        connect(self, where)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", noted)
+        demo, options = build(FakeBackend(tmp_path_factory.mktemp("scenes")))
+        _, url, _ = demo.launch(server_name="127.0.0.1", prevent_thread_lock=True, **options)
+        yield url
+        demo.close()
+
+
+reached: list[str] = []
+"""Hosts that this process connected to while the page was served."""
+
+
+def test_the_server_calls_nobody(address: str) -> None:
+    assert status(address) == 200
+    assert reached, "the requests of this test itself are seen"
+    assert set(reached) <= {"127.0.0.1", "localhost"}
 
 
 def status(url: str) -> int:
