@@ -70,7 +70,8 @@ class OpenChunk:
 
     Attributes:
         first_frame, frames, tokens: what it covers.
-        sink_tokens: leading tokens of it that belong to the sink.
+        sink_tokens: leading tokens of it that belong to the sink and stay BF16.
+        kept_tokens: leading tokens of it that belong to the sink, BF16 or encoded.
         generator_state: of k-means before the chunk, for abort_chunk.
         guide: how it is encoded; made from past queries when the first layer is written.
         writes: by slot.
@@ -81,6 +82,7 @@ class OpenChunk:
     frames: int
     tokens: int
     sink_tokens: int
+    kept_tokens: int
     generator_state: Tensor
     guide: ChunkGuide | None = None
     writes: dict[int, PendingWrite] = field(default_factory=dict)
@@ -155,7 +157,10 @@ def chunk_segments(
         rest = Segment("packed", fmt, first, frames, *_columns(pairs), span=guide.span.number)
         if stay_recent:
             rest = replace(rest, kind="recent", fmt=BF16, span=-1, guide=guide)
-        parts.append(rest if keep is None else rest.masked(keep[chunk.sink_tokens :]))
+        rest = rest if keep is None else rest.masked(keep[chunk.sink_tokens :])
+        parts.extend(
+            rest.split_sink(first + (chunk.kept_tokens - chunk.sink_tokens) // tokens_per_frame)
+        )
     return [part for part in parts if part.tokens]
 
 

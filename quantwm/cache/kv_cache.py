@@ -145,6 +145,7 @@ class KVCache:
             first_frame,
             frames,
             frames * self.spec.tokens_per_frame,
+            0 if self.policy.compress_sink else sink_frames * self.spec.tokens_per_frame,
             sink_frames * self.spec.tokens_per_frame,
             self._generator.get_state(),
         )

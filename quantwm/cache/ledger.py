@@ -87,7 +87,7 @@ def take_stock(
     for segment in segments:
         for part, tensor in segment.parts():
             counted[part] += unseen_bytes(tensor)
-        if segment.kind == "packed":
+        if segment.encoded:
             compressed += segment.tokens
             nominal += sum(
                 segment.fmt.nominal_bytes(span) for span in (*segment.keys, *segment.values)

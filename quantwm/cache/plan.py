@@ -60,6 +60,7 @@ class Workload:
         beside what policy keeps in BF16.
         """
         chunk, sink = spec.tokens_per_chunk, policy.sink_frames * spec.tokens_per_frame
+        sink = 0 if policy.compress_sink else sink
         recent = policy.recent_chunks * chunk
         if tokens is None and policy.window_frames is None:
             tokens = sink + recent + max(policy.span_tokens, chunk)

@@ -58,7 +58,8 @@ class Segment:
     """Consecutive latent frames that are stored in one way.
 
     Attributes:
-        kind: "sink" and "recent" are BF16 by policy, "packed" is in the cache's format.
+        kind: "recent" is BF16 by policy, "packed" is in the cache's format; "sink" is never
+            evicted, BF16 by policy or in the cache's format.
         fmt: the format of its spans.
         first_frame, frame_tokens: its frames, and the tokens that are held of each.
         keys, values: one span per slot.
@@ -78,6 +79,11 @@ class Segment:
     @property
     def stop_frame(self) -> int:
         return self.first_frame + len(self.frame_tokens)
+
+    @property
+    def encoded(self) -> bool:
+        """Whether it is in the cache's format rather than BF16 by policy."""
+        return self.kind == "packed" or self.fmt.compresses
 
     @property
     def tokens(self) -> int:
@@ -128,6 +134,22 @@ class Segment:
             values=tuple(map(join, self.values, later.values)),
         )
 
+    def split_sink(self, stop_frame: int) -> list[Segment]:
+        """Its frames before stop_frame as an encoded sink, and the others as they are."""
+        if stop_frame <= self.first_frame:
+            return [self]
+        count = stop_frame - self.first_frame
+        tokens = slice(0, self.tokens_before(stop_frame))
+        sink = replace(
+            self,
+            kind="sink",
+            frame_tokens=self.frame_tokens[:count],
+            keys=tuple(self.fmt.select(span, tokens) for span in self.keys),
+            values=tuple(self.fmt.select(span, tokens) for span in self.values),
+        ).settled()
+        rest = self.from_frame(stop_frame) if stop_frame < self.stop_frame else None
+        return [sink] if rest is None else [sink, rest]
+
     def settled(self) -> Segment:
         slots = len(self.keys)
         spans = self.fmt.settle((*self.keys, *self.values))
@@ -139,7 +161,7 @@ class Segment:
         for span in (*self.keys, *self.values):
             held: Mapping[str, Sequence[Tensor]] = self.fmt.parts(span)
             for part, tensors in held.items():
-                name = part if self.kind == "packed" else f"bf16_{self.kind}"
+                name = part if self.encoded else f"bf16_{self.kind}"
                 found.extend((name, tensor) for tensor in tensors)
         return found
 

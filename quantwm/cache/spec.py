@@ -102,12 +102,16 @@ class CachePolicy:
         window_frames: latent frames attended, the sink counted; None keeps everything.
         span_tokens: tokens that share one codebook (a codebook span). A chunk longer than this
             opens a span of its own.
+        compress_sink: the sink is encoded like other frames, and still never evicted. A window of
+            18 with a sink of 6 holds 43 % of its history in the sink, which in BF16 caps the
+            resident ratio near 2.
     """
 
     sink_frames: int = 0
     recent_chunks: int = 0
     window_frames: int | None = None
     span_tokens: int = 4680
+    compress_sink: bool = False
 
     def __post_init__(self) -> None:
         if self.sink_frames < 0 or self.recent_chunks < 0:
@@ -115,6 +119,8 @@ class CachePolicy:
                 "sink_frames and recent_chunks must be 0 or more, "
                 f"got {self.sink_frames} and {self.recent_chunks}"
             )
+        if self.compress_sink and self.recent_chunks:
+            raise UserError("compress_sink needs recent_chunks 0: a sink is encoded when it comes")
         if self.span_tokens < 1:
             raise UserError(f"span_tokens must be at least 1, got {self.span_tokens}")
         if self.window_frames is not None and self.window_frames <= self.sink_frames:
