@@ -188,6 +188,8 @@ def test_a_keep_mask_drops_tokens_in_every_layer(name: str) -> None:
     run_chunk(cache, keep_mask=torch.zeros(6, dtype=torch.bool))
     run_chunk(cache)
     assert cache.tokens == 9 and cache.next_frame == 6
+    cache.evict(4)  # frames 2 and 3 were dropped whole: the frames behind keep their numbers
+    assert cache.tokens == 6
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -434,6 +436,26 @@ def test_not_finite_input_is_named_and_not_kept(role: str) -> None:
         cache.attend(1, *data, clean=True)
     assert cache.ledger().pending_bytes == 0
     cache.attend(1, *qkv(0, 6), clean=True)
+
+
+def test_on_cuda_one_read_at_the_end_finds_what_is_not_finite() -> None:
+    """The CUDA path, with CPU tensors that say that they are on CUDA."""
+    cache, twin = make_cache("quantwm"), make_cache("quantwm")
+    for each in (cache, twin):
+        run_chunk(each)
+    with mock.patch("torch.Tensor.is_cuda", new_callable=mock.PropertyMock, return_value=True):
+        cache.begin_chunk(2, 2)
+        for layer in range(SPEC.layers):
+            q, k, v = qkv(layer, 6)
+            if layer == 1:
+                v[0, 0, 0] = torch.inf
+            cache.attend(layer, q, k, v, clean=True)
+        with pytest.raises(UserError, match=r"layer 1 values \(stream self\) hold NaN"):
+            cache.finalize_chunk()
+    cache.abort_chunk()
+    for each in (cache, twin):
+        run_chunk(each)
+    assert same_bytes(cache, twin)
 
 
 def test_group_and_dtype_are_checked_when_the_cache_is_made() -> None:

@@ -63,7 +63,8 @@ class Correction:
         if kept * (rank + 2) + heads * -(-self.count // 8) >= self.dense_bytes():
             return self
         present = self.row_scales != 0
-        rows = torch.nonzero_static(present.flatten(), size=kept).flatten()
+        # The kept rows in order: a stable sort does not sync the device, as nonzero would.
+        rows = torch.argsort((~present).flatten().to(torch.uint8), stable=True)[:kept]
         return replace(
             self,
             coefficients=self.coefficients.reshape(-1, rank).index_select(0, rows),
