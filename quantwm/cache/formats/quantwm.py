@@ -89,6 +89,7 @@ class QuantWMFormat:
 
     name = "quantwm"
     compresses = True
+    exact = False
 
     def __init__(self, config: QuantWMConfig | None = None) -> None:
         self.config = config or QuantWMConfig()

@@ -60,6 +60,7 @@ class QvgFormat:
     compresses = True
     uses_queries = False
     rank = 0
+    exact = False
 
     def __init__(self, config: QvgConfig | None = None) -> None:
         self.config = config or QvgConfig()
