@@ -129,6 +129,7 @@ async function pictureChosen(file) {
 }
 
 function sceneChosen(picture) {
+  stage.scrollIntoView({ block: "nearest", behavior: calm.matches ? "auto" : "smooth" });
   if (state.phase === "live") return reset();
   if (state.phase === "idle" || state.phase === "ended") {
     lanes.clear();
@@ -230,6 +231,8 @@ function begin(message) {
   out("kernels").hidden = false;
   state.frames = 0;
   state.rate = [];
+  for (const name of ["fps", "latency"]) say(name, "\u2013");
+  say("possible", "");
   enter("live");
   if (document.activeElement === stage && !document.hidden) resume();
   sendSoon();
