@@ -25,8 +25,9 @@ IDLE_SECONDS = 1800.0
 """A world that nobody touches is released after half an hour even when nobody waits."""
 
 VANISHED_SECONDS = 150.0
-"""No sign of life from the page for this long ends its turn. Browsers slow the timers of hidden
-tabs to one a minute, so it must be well above 60 s; a closed tab is noticed within a second."""
+"""No sign of life from the page for this long ends its turn when somebody waits. Browsers slow the
+timers of hidden tabs to one a minute, so it must be well above 60 s; a closed tab is noticed within
+a second."""
 
 # Driving -------------------------------------------------------------------------------------
 DEAD_MAN_SECONDS = 2.0

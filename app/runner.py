@@ -127,9 +127,10 @@ class Runner:
         """Why the turn ends now, or None."""
         if control.stop or not self._alive():
             return "stopped"
-        if control.received and now - control.received > limits.VANISHED_SECONDS:
-            return "the page was silent for too long and the world was released"
         wanted = self._wanted()
+        silence = now - control.received if control.received else 0.0
+        if silence > (limits.VANISHED_SECONDS if wanted else limits.IDLE_SECONDS):
+            return "the page was silent for too long and the world was released"
         if wanted and turn > limits.TURN_SECONDS_WHEN_WANTED:
             return "your turn is over, the next visitor drives; press Drive to stand in line"
         if idle > (limits.IDLE_SECONDS_WHEN_WANTED if wanted else limits.IDLE_SECONDS):

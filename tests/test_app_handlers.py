@@ -179,8 +179,9 @@ def test_an_idle_world_is_released(handlers, monkeypatch) -> None:
 
 def test_a_silent_page_ends_its_turn(handlers, monkeypatch) -> None:
     monkeypatch.setattr(limits, "VANISHED_SECONDS", 0.2)
-    turn = Page(handlers).drive()
+    turn, other = Page(handlers).drive(), Page(handlers, "other")
     next(turn)
+    handlers.join({"sess": other.token, "settings": {}})
     time.sleep(0.3)
     assert "silent" in list(turn)[-1]["message"]
 
