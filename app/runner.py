@@ -128,13 +128,13 @@ class Runner:
         if control.stop or not self._alive():
             return "stopped"
         wanted = self._wanted()
-        silence = now - control.received if control.received else 0.0
-        if silence > (limits.VANISHED_SECONDS if wanted else limits.IDLE_SECONDS):
-            return "the page was silent for too long and the world was released"
         if wanted and turn > limits.TURN_SECONDS_WHEN_WANTED:
             return "your turn is over, the next visitor drives; press Drive to stand in line"
         if idle > (limits.IDLE_SECONDS_WHEN_WANTED if wanted else limits.IDLE_SECONDS):
             return "the world was released because nobody drove it; press Drive to start again"
+        silence = now - control.received if control.received else 0.0
+        if silence > (limits.VANISHED_SECONDS if wanted else limits.IDLE_SECONDS):
+            return "the page was silent for too long and the world was released"
         left = round(limits.TURN_SECONDS_WHEN_WANTED - turn) if wanted else None
         if left != self._state.get("left"):
             self._report(left=left)
