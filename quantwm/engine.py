@@ -110,7 +110,8 @@ class Engine:
             )
         self._index = 0
         frames = {lane.config.name: state.frames for lane in self._running}
-        action = state.actions[-1]
+        # A world whose first chunk is its own starts without context and without an action.
+        action = state.actions[-1] if state.actions else ChunkAction.held(frozenset(), size)
         return self._block(0, action, frames, milliseconds, {}, began)
 
     def step(self, action: ChunkAction) -> BlockResult:
@@ -176,7 +177,7 @@ class Engine:
                         f"lane {name} produced NaN or infinite latents in chunk {index}; "
                         "the chunk was dropped"
                     )
-                frames[name] = self.world.decode(outputs[name].latents)
+                frames[name] = self._decode(lane, outputs[name].latents)
         except BaseException as error:
             outputs.clear()
             self._abort()
@@ -233,6 +234,11 @@ class Engine:
             self._closed = message
         if isinstance(error, Exception):
             raise UserError(message) from error
+
+    def _decode(self, lane: _Lane, latents: torch.Tensor) -> np.ndarray:
+        """The chunk's frames; a video autoencoder goes on from the lane's own earlier frames."""
+        streaming = getattr(self.world, "decode_chunk", None)
+        return self.world.decode(latents) if streaming is None else streaming(lane.state, latents)
 
     def _prefill(self, lane: _Lane, state: StartState) -> None:
         size = self.world.spec.cache.frames_per_chunk
@@ -392,7 +398,7 @@ def _check_memory(world: World, lanes: Sequence[LaneConfig]) -> None:
 
 
 def _check_start(state: StartState, frames_per_chunk: int) -> None:
-    if not state.actions or len(state.latents) != len(state.actions) * frames_per_chunk:
+    if len(state.latents) != len(state.actions) * frames_per_chunk:
         raise UserError(
             f"a start holds whole chunks of {frames_per_chunk} latent frames with their actions, "
             f"got {len(state.latents)} frames and {len(state.actions)} actions"

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantwm.cache.plan import plan_lanes
 from quantwm.cli.common import emit, say, table
+from quantwm.errors import UserError
 from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
 from quantwm.worlds.registry import WORLDS, world_presence, world_scenes, world_spec
 
@@ -43,7 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _describe(name: str) -> dict[str, Any]:
     spec, presence = world_spec(name), world_presence(name)
-    policy = limit_history(spec.policy, spec.cache, CPU_MAX_TOKENS)
+    try:
+        policy = limit_history(spec.policy, spec.cache, CPU_MAX_TOKENS)
+    except UserError:
+        policy = spec.policy  # a world for GPUs: a CPU's limit is shorter than its window
     lanes = [
         lane.__class__(lane.name, lane.method, lane.settings, policy)
         for lane in lanes_for(spec, ("bf16", "qvg", "quantwm"))
@@ -58,7 +62,7 @@ def _describe(name: str) -> dict[str, Any]:
         "where": presence.where,
         "problem": presence.problem,
         "weight_bytes": presence.weight_bytes,
-        # weights and three lanes with the history that a CPU keeps by default
+        # weights and three lanes with the history that a CPU keeps by default, or their window
         "memory_bytes": presence.weight_bytes + caches,
         "scenes": [{"name": scene.name, "title": scene.title} for scene in world_scenes(name)],
         "keys": dict(spec.keys),

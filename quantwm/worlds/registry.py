@@ -15,8 +15,21 @@ from quantwm.worlds.base import Scene, World, WorldSpec
 Progress = Callable[[str, float], None]
 """(stage in words, fraction from 0 to 1)."""
 
-WORLDS: dict[str, str] = {"embedded": "quantwm.worlds.embedded.entry"}
-"""Name -> module that offers the functions of `WorldModule`; only worlds that run are listed."""
+_WAN = (
+    "causal_forcing",
+    "causal_forcing_framewise",
+    "matrix_game2_universal",
+    "matrix_game2_gta_drive",
+    "matrix_game2_templerun",
+    "lingbot_v2_1p3b",
+    "lingbot_v2_14b",
+    "hy_worldplay_wan5b",
+)
+WORLDS: dict[str, str] = {
+    "embedded": "quantwm.worlds.embedded.entry",
+    **{name: f"quantwm.worlds.wan.entry:{name}" for name in _WAN},
+}
+"""Name -> "module" or "module:object" with the functions of `WorldModule`."""
 
 
 @dataclass(frozen=True)
@@ -70,4 +83,6 @@ def load_world(name: str, device: torch.device | str, progress: Progress | None 
 def _module(name: str) -> WorldModule:
     if name not in WORLDS:
         raise UserError(f"unknown world {name[:40]!r}; there are {', '.join(WORLDS)}")
-    return importlib.import_module(WORLDS[name])  # type: ignore[return-value]
+    module, _, attribute = WORLDS[name].partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found  # type: ignore[return-value]

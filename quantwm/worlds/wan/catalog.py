@@ -48,6 +48,7 @@ class Entry:
         config: of the transformer. vae: of its autoencoder.
         latent: height and width of a latent frame. fps: of its training data.
         frames_per_chunk, window, sink: latent frames; window None keeps everything.
+        compress_sink: encode the sink too; where it is a third of the window it decides the ratio.
         steps: denoising steps in the notation of its schedule. shift: of the schedule.
         first_steps: other steps of the first chunk, empty where they are the same.
         parts: "transformer", "vae", and of "text", "tokenizer", "clip" those it needs.
@@ -70,6 +71,7 @@ class Entry:
     first_steps: tuple[float, ...] = ()
     window: int | None = None
     sink: int = 0
+    compress_sink: bool = False
     agree: str = ""
     mode: str = ""
 
@@ -108,6 +110,7 @@ class Entry:
                 sink_frames=self.sink,
                 window_frames=self.window,
                 span_tokens=cache.tokens_per_chunk,
+                compress_sink=self.compress_sink,
             ),
             format_settings={"bf16": {}, "qvg": {}, "quantwm": {}},
             latent_shape=(self.config.out_channels, height, width),
@@ -168,6 +171,7 @@ _LINGBOT_14B = Entry(
     shift=10.0,
     window=18,
     sink=6,
+    compress_sink=True,
     parts={
         "transformer": Part("robbyant/lingbot-world-v2-14b-causal-fast", "transformers"),
         "vae": Part("robbyant/lingbot-world-v2-14b-causal-fast", "Wan2.1_VAE.pth"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +15,7 @@ from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import load_clip
 from quantwm.worlds.wan.loading import load_transformer
 from quantwm.worlds.wan.memory_world import MemoryWorld
-from quantwm.worlds.wan.needs import require_device, umt5_bytes
+from quantwm.worlds.wan.needs import needs, require_device, umt5_bytes
 from quantwm.worlds.wan.prompts import PromptEncoder
 from quantwm.worlds.wan.self_forcing_world import SelfForcingWorld
 from quantwm.worlds.wan.vae_names import load_vae
@@ -36,7 +37,12 @@ class WanModule:
         return []
 
     def presence(self) -> Presence:
-        return files.presence(self.entry)
+        """weight_bytes: of the files, or of BF16 weights as long as some are missing."""
+        found = files.presence(self.entry)
+        if found.present:
+            return found
+        needed = needs(self.entry, formats=())
+        return replace(found, weight_bytes=sum(needed.weights.values()) + needed.text_encoder)
 
     def load_world(self, device: torch.device, progress: Progress | None) -> World:
         """Load transformer, autoencoder and image encoder; the text encoder comes with a prompt."""

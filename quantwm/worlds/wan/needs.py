@@ -70,7 +70,15 @@ def needs(entry: Entry, formats: tuple[str, ...] = ("bf16", "qvg", "quantwm")) -
     weights = {"transformer": transformer_bytes(entry.config), "autoencoder": vae_bytes(entry.vae)}
     if "clip" in entry.parts:
         weights["image encoder"] = clip_bytes()
-    caches = {name: plan_lanes(spec.cache, lanes_for(spec, (name,))).peak_bytes for name in formats}
+    # The action streams stay BF16 in every format, one window long.
+    beside = sum(
+        stream.bf16_bytes_per_token * stream.tokens_per_frame * (spec.policy.window_frames or 0)
+        for _, stream in spec.cache.companions
+    )
+    caches = {
+        name: plan_lanes(spec.cache, lanes_for(spec, (name,))).peak_bytes + beside
+        for name in formats
+    }
     return Needs(weights, umt5_bytes() if entry.prompted else 0, caches)
 
 
