@@ -21,8 +21,9 @@ SETTINGS: dict[str, dict[str, object]] = {
     "bf16": {},
     "qvg": {"centroids": 8, "group_size": 16},
     "quantwm": {"centroids": 8, "group_size": 16, "rank": 4},
+    "qtc": {},
 }
-BUDGET = {"bf16": 0.0, "qvg": 0.55, "quantwm": 0.22}
+BUDGET = {"bf16": 0.0, "qvg": 0.55, "quantwm": 0.22, "qtc": 0.14}
 """Relative squared error of Gaussian data with 8 centroids; a bound per format, not a result."""
 
 
