@@ -69,7 +69,7 @@ class KVCache:
         self.dtype = dtype
         self.workspace = Workspace() if workspace is None else workspace
         self.seed = seed
-        self._stored = dtype if getattr(fmt, "exact", False) else torch.bfloat16
+        self._stored = dtype if fmt.exact else torch.bfloat16
         plain = fmt if self._stored == torch.float32 else BF16
         shared = {"device": device, "dtype": dtype, "workspace": self.workspace, "seed": seed}
         self._companions = {

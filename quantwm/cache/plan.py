@@ -27,6 +27,7 @@ class Workload:
         sink_tokens, recent_tokens: of the history, kept in BF16.
         current_tokens: of the chunk being denoised: scratch, and its pending packed form.
         scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
+        windowed: whether a window slides over the history; it may then cut one span more.
     """
 
     layers: int
@@ -39,6 +40,7 @@ class Workload:
     recent_tokens: int = 0
     current_tokens: int = 0
     scratch_itemsize: int = 2
+    windowed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "span_tokens"):
@@ -77,6 +79,7 @@ class Workload:
             recent_tokens=recent,
             current_tokens=chunk,
             scratch_itemsize=itemsize,
+            windowed=policy.window_frames is not None,
         )
 
     @property
@@ -107,8 +110,8 @@ class MethodPlan:
         bytes_packed: of the compressed tokens alone, what `ratio` divides by.
         bytes_bf16: of the whole history in BF16.
         scratch_bytes: of one layer's decoded history and current chunk.
-        pending_bytes: while a chunk is committed: its packed form and query moments, and the open
-            span that is rebuilt with it.
+        pending_bytes: while a chunk is committed: its packed form and query moments, the open
+            span that is rebuilt with it, and the oldest one that a window cuts.
         peak_bytes: all three.
     """
 
@@ -186,10 +189,10 @@ def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, 
     if fmt.uses_queries:
         pending += load.layers * load.heads * load.head_dim**2 * 4
     if spans and spans[0][1] > 1:
-        rebuilt = _span_parts(fmt, load, *spans[-1])
-        pending += sum(
-            count for part, count in rebuilt.items() if part not in ("codebooks", "bases")
-        )
+        open_span = _span_parts(fmt, load, *spans[-1])
+        pending += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))
+    if spans and load.windowed:
+        pending += sum(_span_parts(fmt, load, *spans[0]).values())
     return pending
 
 

@@ -53,6 +53,8 @@ class Format(Protocol, Generic[SpanT]):
     """Whether encoding keys wants the query moment."""
     rank: int
     """PSAC directions of a span; 0 without."""
+    exact: bool
+    """Whether spans hold what comes in the attention's own dtype, for parity checks in FP32."""
 
     def check(self, head_dim: int) -> None:
         """UserError when the settings do not suit this head size."""
