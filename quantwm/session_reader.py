@@ -162,6 +162,8 @@ def _read_policy(value: Mapping[str, Any], lane: str) -> CachePolicy:
     for name, number in value.items():
         if number is None and name == "window_frames":
             continue
+        if name == "compress_sink" and isinstance(number, bool):
+            continue
         _integer(value, name, 0, 2**40)
     return CachePolicy(**value)
 
