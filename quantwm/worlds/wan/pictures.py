@@ -35,7 +35,7 @@ def plain_picture(size: tuple[int, int], seed: int) -> np.ndarray:
 
 def to_signed(picture: np.ndarray) -> torch.Tensor:
     """uint8 [H, W, 3] -> float32 [3, H, W] in -1..1."""
-    return torch.from_numpy(picture).permute(2, 0, 1).float() / 127.5 - 1.0
+    return torch.tensor(picture).permute(2, 0, 1).float() / 127.5 - 1.0
 
 
 def to_bytes(video: torch.Tensor) -> np.ndarray:

@@ -207,15 +207,17 @@ def clean_prompt(text: str) -> str:
 
 
 def tokenize(text: str, folder: Path | str) -> list[int]:
-    """Token ids of a prompt, at most MAX_TOKENS, with the tokenizer files of a local folder."""
+    """Token ids of a prompt, at most MAX_TOKENS, with the tokenizer.json of a local folder."""
     try:
-        from transformers import AutoTokenizer
+        from tokenizers import Tokenizer
     except ImportError:
-        raise UserError("prompts need the package transformers: pip install transformers") from None
+        raise UserError("prompts need the package tokenizers: pip install tokenizers") from None
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"no tokenizer.json in {folder}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"no tokenizer in {folder} ({reason[:120]})") from None
-    ids = tokenizer(clean_prompt(text), truncation=True, max_length=MAX_TOKENS)["input_ids"]
-    return [int(token) for token in ids]
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises plain Exception on a broken file
+        raise UserError(f"{file} is not a tokenizer ({str(error)[:120]})") from None
+    tokenizer.enable_truncation(MAX_TOKENS)
+    return tokenizer.encode(clean_prompt(text)).ids

@@ -1,0 +1,261 @@
+"""A tiny random checkpoint of each family in published naming: folder to frames, and the CLI."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_wan_encoders import UMT5, clip_tower, original_clip
+from test_wan_loading import CONFIGS
+from test_wan_vae import original_name
+from wan_helpers import make_model, tiny_action, upstream_weights
+
+from quantwm.actions import parse_actions
+from quantwm.cli import main
+from quantwm.engine import Engine
+from quantwm.errors import UserError
+from quantwm.lanes import lanes_for
+from quantwm.worlds import registry
+from quantwm.worlds.registry import load_world, world_presence, world_spec
+from quantwm.worlds.wan import catalog, files, memory_frames, memory_world, needs
+from quantwm.worlds.wan.clip import canonical_clip
+from quantwm.worlds.wan.umt5 import Umt5Encoder
+from quantwm.worlds.wan.vae import VaeConfig, WanVae
+
+VAE_21 = VaeConfig(base=4, decoder_base=4)
+VAE_22 = VaeConfig(
+    base=4, decoder_base=4, latent_channels=16, resnets=1, residual=True,
+    mean=(0.0,) * 16, std=(1.0,) * 16,
+)  # fmt: skip
+WORLDS = {
+    "causal_forcing": CONFIGS["causal_forcing"],
+    "causal_forcing_framewise": CONFIGS["causal_forcing"],
+    "matrix_game2_universal": replace(
+        CONFIGS["matrix_game2_universal"], context_dim=160, context_len=5
+    ),
+    "matrix_game2_gta_drive": replace(
+        CONFIGS["matrix_game2_universal"], context_dim=160, context_len=5,
+        action=tiny_action(keys=2),
+    ),
+    "matrix_game2_templerun": replace(
+        CONFIGS["matrix_game2_templerun"], context_dim=160, context_len=5
+    ),
+    "lingbot_v2_1p3b": CONFIGS["lingbot_world_v2"],
+    "hy_worldplay_wan5b": CONFIGS["hy_worldplay_wan5b"],
+}  # fmt: skip
+ACTIONS = {"gta_drive": "w-3, w+a-4", "templerun": "w-3, left-4"}
+
+
+def random_(module: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(4)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return module.requires_grad_(False)
+
+
+def write_parts(entry: catalog.Entry) -> None:
+    """The files of a world, as its repositories hold them."""
+    for name, part in entry.parts.items():
+        path = files.part_path(part)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name == "transformer":
+            weights = upstream_weights(make_model(entry.config))
+            if path.suffix:
+                torch.save({"generator": weights, "generator_ema": weights}, path)
+            else:
+                path.mkdir()
+                save_file(weights, path / "weights.safetensors")
+        elif name == "vae":
+            weights = random_(WanVae(entry.vae)).state_dict()
+            if path.suffix:
+                torch.save({original_name(k): v for k, v in weights.items()}, path)
+            else:
+                path.mkdir()
+                save_file(weights, path / "diffusion_pytorch_model.safetensors")
+                mean, std = list(entry.vae.mean), list(entry.vae.std)
+                (path / "config.json").write_text(
+                    json.dumps({"latents_mean": mean, "latents_std": std})
+                )
+        elif name == "text":
+            weights = random_(Umt5Encoder(UMT5)).state_dict()
+            if path.suffix:
+                torch.save(weights, path)
+            else:
+                path.mkdir()
+                save_file(weights, path / "model.safetensors")
+        elif name == "clip":
+            torch.save(original_clip(canonical_clip(dict(clip_tower().state_dict()))), path)
+        else:
+            write_tokenizer(path)
+
+
+def write_tokenizer(folder: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir()
+    vocabulary = {"<unk>": 0, "a": 1, "walk": 2, "through": 3}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A tiny world in the registry under "tiny", its files in a folder of the test."""
+    name = request.param
+    original = catalog.ENTRIES[name]
+    config = WORLDS[name]
+    if config.context == "text":
+        config = replace(config, context_len=512)
+    entry = replace(
+        original,
+        name="tiny",
+        config=config,
+        vae=VAE_22 if original.kind == "memory" else VAE_21,
+        latent=(4, 6),
+    )
+    monkeypatch.setattr(files, "_root", tmp_path / "weights")
+    monkeypatch.setattr(memory_world, "POINTS", 200)
+    monkeypatch.setitem(catalog.ENTRIES, "tiny", entry)
+    monkeypatch.setitem(registry.WORLDS, "tiny", "quantwm.worlds.wan.entry:tiny")
+    write_parts(entry)
+    return name
+
+
+def actions_of(name: str) -> str:
+    return ACTIONS.get(name.removeprefix("matrix_game2_"), "w-6, w+right-9")
+
+
+def settings(lanes):
+    small = {"centroids": 4}
+    return [replace(one, settings={} if one.method == "bf16" else small) for one in lanes]
+
+
+@pytest.mark.parametrize("tiny", sorted(WORLDS), indirect=True)
+def test_from_published_files_to_frames(tiny: str) -> None:
+    spec = world_spec("tiny")
+    assert world_presence("tiny").present
+    world = load_world("tiny", "cpu")
+    text = actions_of(tiny) if spec.keys else "none-9"
+    actions = parse_actions(text, spec.keys, spec.cache.frames_per_chunk)
+    width, height = spec.video_size
+    picture = np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8)
+    lanes = settings(lanes_for(spec, ("bf16", "qvg", "quantwm")))
+    with Engine(world, lanes, seed=3, prompt="a walk", image=picture, max_tokens=10_000) as engine:
+        start = engine.start()
+        assert start.lanes[0].frames.shape == (1, height, width, 3)
+        for index, action in enumerate(actions):
+            block = engine.step(action)
+            count = 4 * spec.cache.frames_per_chunk - (3 if index == 0 else 0)
+            for lane in block.lanes:
+                assert lane.frames.shape == (count, height, width, 3)
+                assert lane.frames.dtype == np.uint8
+        # what a chunk was denoised against is the lane's own: two formats, two videos
+        assert not np.array_equal(block.lanes[0].frames, block.lanes[1].frames)
+    assert len(world.weights_sha256()) == 64
+    assert world.weight_bytes() > 0
+
+
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal", "lingbot_v2_1p3b"], indirect=True)
+def test_keys_change_what_is_seen_and_nothing_else_does(tiny: str) -> None:
+    world, spec = load_world("tiny", "cpu"), world_spec("tiny")
+
+    def last(text: str) -> np.ndarray:
+        actions = parse_actions(text, spec.keys, spec.cache.frames_per_chunk)
+        lanes = lanes_for(spec, ("bf16",))
+        with Engine(world, lanes, seed=3, max_tokens=10_000) as engine:
+            engine.start()
+            return [engine.step(action).lanes[0].frames for action in actions][-1]
+
+    assert np.array_equal(last("w-9"), last("w-9"))
+    assert not np.array_equal(last("w-9"), last("s-9"))
+
+
+@pytest.mark.parametrize("tiny", ["causal_forcing"], indirect=True)
+def test_a_prompt_switch_recaches_the_cross_attention_only(tiny: str) -> None:
+    world, spec = load_world("tiny", "cpu"), world_spec("tiny")
+    action = parse_actions("none-3", spec.keys, 3)[0]
+
+    def second(switch: str | None) -> np.ndarray:
+        lanes = lanes_for(spec, ("bf16",))
+        with Engine(world, lanes, seed=1, prompt="a walk", max_tokens=10_000) as engine:
+            engine.start()
+            engine.step(action)
+            lane = engine._running[0].state
+            history = lane.cache.history(0)[0]
+            if switch is not None:
+                world.change_prompt(lane, switch)
+            assert torch.equal(lane.cache.history(0)[0], history)
+            return engine.step(action).lanes[0].frames
+
+    assert np.array_equal(second(None), second("a  walk"))
+    assert not np.array_equal(second(None), second("through"))
+
+
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+def test_play_and_replay_on_the_command_line(tiny: str, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "session"
+    play = ["play", "--world", "tiny", "--actions", "w-6", "--lanes", "bf16", "--seed", "2",
+            "--device", "cpu", "--out", str(out), "--no-video"]  # fmt: skip
+    assert main(play) == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert document["frames"] >= 21
+    assert main(["replay", str(out), "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bit_identical"]
+
+
+@pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
+def test_what_is_missing_is_named(tiny: str) -> None:
+    entry = catalog.ENTRIES["tiny"]
+    files.part_path(entry.parts["vae"]).unlink()
+    found = world_presence("tiny")
+    assert not found.present and "the vae is missing" in found.problem
+    with pytest.raises(UserError, match="download it first"):
+        load_world("tiny", "cpu")
+    with pytest.raises(UserError, match="only after its licence is agreed to"):
+        files.download(entry, agreed=False)
+
+
+@pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
+def test_another_size_or_family_is_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = catalog.ENTRIES["tiny"]
+    for change, message in (
+        ({"config": replace(entry.config, layers=5)}, "choose the other size"),
+        ({"family": "causal_forcing"}, "is lingbot_world_v2, not causal_forcing"),
+    ):
+        monkeypatch.setitem(catalog.ENTRIES, "tiny", replace(entry, **change))
+        with pytest.raises(UserError, match=message):
+            load_world("tiny", "cpu")
+
+
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+def test_bad_pictures_and_prompts_are_one_line(tiny: str) -> None:
+    world = load_world("tiny", "cpu")
+    for bad in (np.zeros((4, 4), np.uint8), np.zeros((4, 4, 4), np.uint8), np.zeros((4, 4, 3))):
+        with pytest.raises(UserError, match="a start picture is"):
+            world.start(None, bad, "", 0)
+    with pytest.raises(UserError, match="unknown scene"):
+        world.start("x", None, "", 0)
+    assert world.start(None, np.zeros((3, 4000, 3), np.uint8), "", 0).frames.shape[1:] == (
+        32, 48, 3,
+    )  # fmt: skip
+
+
+def test_every_entry_is_listed_and_its_needs_are_known() -> None:
+    assert set(catalog.ENTRIES) == set(registry.WORLDS) - {"embedded"}
+    for entry in catalog.ENTRIES.values():
+        found = needs.needs(entry)
+        assert found.weights["transformer"] == 2 * sum(
+            p.numel() for p in needs.on_meta(lambda e=entry: needs.CausalWan(e.config)).parameters()
+        )
+        assert found.caches["quantwm"] < found.caches["bf16"]
+        assert needs.advice(entry, 2**41) is None
+        smallest = found.total(("quantwm",))
+        assert "quantwm" in needs.advice(entry, smallest)
+        assert "smaller world" in needs.advice(entry, smallest - 1)
+    assert memory_frames.WAN_5B.frames == 16
