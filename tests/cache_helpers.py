@@ -14,6 +14,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "bf16": {},
     "qvg": {"centroids": 4, "group_size": 8},
     "quantwm": {"centroids": 4, "group_size": 8, "rank": 2},
+    "qtc": {"basis_after": 1.0},
 }
 
 

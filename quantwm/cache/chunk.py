@@ -10,6 +10,7 @@ from torch import Generator, Tensor
 
 from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Format
+from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment
 
 BookPair = tuple[Codebook | None, Codebook | None]
@@ -47,17 +48,20 @@ class PendingWrite:
             chunks stay BF16, in BF16; None without.
         books: the codebooks that `rest` was encoded against.
         moment, queries: of its queries, for the statistics; None and 0 when they are not wanted.
+        learned: what a format's learner made of it; None without a learner.
     """
 
     sink: tuple[Any, Any] | None
     rest: tuple[Any, Any] | None
     books: BookPair | None
-    moment: Tensor | None
-    queries: int
+    moment: Tensor | None = None
+    queries: int = 0
+    learned: Any = None
 
     def tensors(self, fmt: Format[Any]) -> list[Tensor]:
         """Everything it holds; fmt: the format of `rest`."""
         held = [] if self.moment is None else [self.moment]
+        held += [] if self.learned is None else self.learned.tensors()
         for pair, pair_format in ((self.sink, BF16), (self.rest, fmt)):
             for span in pair or ():
                 held.extend(t for part in pair_format.parts(span).values() for t in part)
@@ -92,10 +96,15 @@ class OpenChunk:
     def stop_frame(self) -> int:
         return self.first_frame + self.frames
 
+    def positions(self, tokens_per_frame: int) -> TokenPositions:
+        return TokenPositions(self.first_frame * tokens_per_frame, self.tokens)
+
     def pending(self, fmt: Format[Any]) -> list[Tensor]:
         """Every tensor that waits for finalize_chunk; fmt: that of what is not sink."""
         held = [tensor for write in self.writes.values() for tensor in write.tensors(fmt)]
-        return held if self.guide is None else [*held, *self.guide.statistics()]
+        if self.guide is None:
+            return held
+        return [*held, *self.guide.statistics(), *self.guide.bases()]
 
 
 def encode_bf16(k: Tensor, v: Tensor) -> tuple[Any, Any]:
@@ -128,6 +137,43 @@ def encode_pair(
         generator.set_state(state)
         raise
     return (keys, values), pair
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes the open chunk, slot by slot. guide: None when all of the chunk is sink."""
+
+    fmt: Format[Any]
+    generator: Generator
+    guide: ChunkGuide | None
+    books: Codebooks
+
+    def written(
+        self, slot: int, k: Tensor, v: Tensor, sink: int, stay_recent: bool
+    ) -> PendingWrite:
+        """One slot's share. k, v: bfloat16 [H, N, D], the first `sink` tokens stay BF16."""
+        stored_sink = encode_bf16(k[:, :sink], v[:, :sink]) if sink else None
+        rest = books = None
+        if self.guide is not None:
+            pair = k[:, sink:], v[:, sink:]
+            if stay_recent:
+                rest = encode_bf16(*pair)
+            else:
+                rest, books = self._pair(slot, *pair)
+        return PendingWrite(stored_sink, rest, books)
+
+    def spans_for_learning(
+        self, slot: int, k: Tensor, v: Tensor, sink: int, written: PendingWrite
+    ) -> tuple[Any, Any] | None:
+        """What the chunk became, or would have, were it not BF16 for now; None if of no use."""
+        if self.guide is None or self.guide.span.lesson is None:
+            return None
+        if written.books is not None:
+            return written.rest
+        return self._pair(slot, k[:, sink:], v[:, sink:])[0]
+
+    def _pair(self, slot: int, k: Tensor, v: Tensor) -> tuple[tuple[Any, Any], BookPair]:
+        return encode_pair(self.fmt, self.generator, slot, k, v, self.guide, self.books)
 
 
 def chunk_segments(

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Generator, Tensor
 
 from quantwm.cache.chunk import Codebooks, OpenChunk, chunk_segments, encode_recent
-from quantwm.cache.formats.base import Format
+from quantwm.cache.formats.base import Format, Learner
+from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed
 from quantwm.cache.spec import CachePolicy
 from quantwm.cache.statistics import QueryStatistics
@@ -21,18 +22,27 @@ def guide_for(
     fmt: Format[Any],
     policy: CachePolicy,
     statistics: QueryStatistics,
+    learner: Learner | None = None,
+    tokens_per_frame: int = 1,
 ) -> ChunkGuide:
-    """Span, weights and basis of the open chunk, from the queries of past chunks only."""
-    rest, weights = chunk.tokens - chunk.sink_tokens, None
+    """Span, weights and basis of the open chunk, from past chunks only."""
+    rest, weights, learned = chunk.tokens - chunk.sink_tokens, None, None
     if rest:
-        if span.number < 0 or span.tokens + rest > policy.span_tokens:
+        lesson, full = None, span.number < 0 or span.tokens + rest > policy.span_tokens
+        if learner is not None:
+            first = chunk.first_frame * tokens_per_frame + chunk.sink_tokens
+            lesson = learner.lesson(span.lesson)
+            learned = learner.guide(lesson, TokenPositions(first, rest))
+            full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
+        if full:
             span = SpanPlan(number=span.number + 1, tokens=0)
+        span = replace(span, lesson=lesson)
         if fmt.uses_queries:
             weights = statistics.weights()
         if fmt.rank and span.basis is None:
             basis, eigenvalues = statistics.bases(fmt.rank) or (None, None)
             span = replace(span, basis=basis, eigenvalues=eigenvalues)
-    return ChunkGuide(replace(span, tokens=span.tokens + rest), weights)
+    return ChunkGuide(replace(span, tokens=span.tokens + rest), weights, learned)
 
 
 def grown(

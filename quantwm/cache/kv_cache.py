@@ -10,6 +10,7 @@ that fails leaves the cache as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from quantwm.cache.attention import ScoreBias, attention
 from quantwm.cache.chunk import (
     BF16,
     Codebooks,
+    Encoder,
     LayerWrite,
     OpenChunk,
-    PendingWrite,
-    encode_bf16,
-    encode_pair,
 )
-from quantwm.cache.formats.base import Format
+from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import grown, guide_for
 from quantwm.cache.ledger import Ledger, take_stock, with_companions
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
@@ -103,8 +102,9 @@ class KVCache:
         guides = [segment.guide for segment in self._segments if segment.guide is not None]
         for guide in (ChunkGuide(self._span, None), *guides):
             extra.extend(("statistics", tensor) for tensor in guide.statistics())
-            if guide.span.basis is not None:
-                extra.append(("bases", guide.span.basis))
+            extra.extend(("bases", tensor) for tensor in guide.bases())
+        if self._learner is not None:
+            extra.extend(("statistics", tensor) for tensor in self._learner.tensors())
         for pair in self._books.pairs.values():
             extra.extend(("codebooks", book.centroids) for book in pair if book is not None)
         own = take_stock(
@@ -271,7 +271,8 @@ class KVCache:
         self._segments, self._origin, self._next_frame = [], None, None
         if self._span.number >= 0:
             # A full span, so that the next chunk opens one of its own.
-            self._span = SpanPlan(self._span.number, self.policy.span_tokens)
+            number, lesson = self._span.number, self._span.lesson
+            self._span = SpanPlan(number, self.policy.span_tokens, lesson=lesson)
         for companion in self._companions.values():
             companion.clear()
 
@@ -287,7 +288,12 @@ class KVCache:
         self._next_frame: int | None = None
         self._generator.manual_seed(self.seed)
         slots = self.spec.layers * len(self.spec.streams)
-        self._statistics = QueryStatistics(slots, self.spec.heads, self.spec.head_dim, self.device)
+        shape = (slots, self.spec.heads, self.spec.head_dim)
+        self._statistics = QueryStatistics(*shape, self.device)
+        self._learner: Learner | None = None
+        if isinstance(self.fmt, Learns):
+            window, frame = self.policy.window_frames, self.spec.tokens_per_frame
+            self._learner = self.fmt.learner(*shape, self.spec.rope, window, frame, self.device)
 
     def fork(self) -> KVCache:
         """An independent cache with the same history; packed tensors are shared until they grow."""
@@ -299,6 +305,7 @@ class KVCache:
         other._origin, other._next_frame = self._origin, self._next_frame
         other._generator.set_state(self._generator.get_state())
         other._statistics = self._statistics.copy()
+        other._learner = self._learner
         other._companions = {name: cache.fork() for name, cache in self._companions.items()}
         return other
 
@@ -371,12 +378,16 @@ class KVCache:
         next_stop = chunk.stop_frame + self.spec.frames_per_chunk
         segments = evict(segments, self._first_visible(next_stop))
         moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
+        learner = self._learner
+        if learner is not None:
+            learner = learner.with_chunk({s: w.learned for s, w in chunk.writes.items()})
         if moments:
             self._statistics.reserve()
 
         def commit() -> None:
             self._statistics.fold(moments, max(w.queries for w in chunk.writes.values()))
             self._segments, self._books, self._span = segments, books, guide.span
+            self._learner = learner
             if self._origin is None:
                 self._origin = chunk.first_frame
             self._next_frame = chunk.stop_frame
@@ -386,7 +397,8 @@ class KVCache:
 
     def _guide(self, chunk: OpenChunk) -> ChunkGuide:
         if chunk.guide is None:
-            chunk.guide = guide_for(chunk, self._span, self.fmt, self.policy, self._statistics)
+            known = (self.policy, self._statistics, self._learner, self.spec.tokens_per_frame)
+            chunk.guide = guide_for(chunk, self._span, self.fmt, *known)
         return chunk.guide
 
     def _write(self, write: LayerWrite) -> None:
@@ -394,16 +406,17 @@ class KVCache:
         chunk = self._require_open("a clean pass")
         slot = checks.slot_of(self.spec, write.layer, write.stream)
         q = write.q if self.fmt.uses_queries else None
-        checks.check_finite(chunk, write, queries=q is not None)
+        checks.check_finite(chunk, write, queries=q is not None or self._learner is not None)
         k, v = (t.to(self.device, self._stored) for t in (write.k, write.v))
-        sink = chunk.sink_tokens
-        stored_sink = encode_bf16(k[:, :sink], v[:, :sink]) if sink else None
-        rest = books = None
-        if sink < chunk.tokens:
-            k, v, guide = k[:, sink:], v[:, sink:], self._guide(chunk)
-            if self.policy.recent_chunks:
-                rest = encode_bf16(k, v)
-            else:
-                rest, books = encode_pair(self.fmt, self._generator, slot, k, v, guide, self._books)
-        moment_of_chunk, queries = (None, 0) if q is None else (moment(q), q.shape[1])
-        chunk.writes[slot] = PendingWrite(stored_sink, rest, books, moment_of_chunk, queries)
+        guide = self._guide(chunk) if chunk.sink_tokens < chunk.tokens else None
+        encoder = Encoder(self.fmt, self._generator, guide, self._books)
+        stay_recent = self.policy.recent_chunks > 0
+        written = encoder.written(slot, k, v, chunk.sink_tokens, stay_recent)
+        if q is not None:
+            written = replace(written, moment=moment(q), queries=q.shape[1])
+        if self._learner is not None:
+            positions = chunk.positions(self.spec.tokens_per_frame)
+            seen = encoder.spans_for_learning(slot, k, v, chunk.sink_tokens, written)
+            learned = self._learner.observe(slot, k, v, write.q, positions, seen)
+            written = replace(written, learned=learned)
+        chunk.writes[slot] = written

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from quantwm.cache.formats.base import Learns, storage_bytes
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CacheSpec
 
@@ -19,12 +20,16 @@ PARTS = (
     "codebooks",
     "bases",
     "coefficients",
+    "gains",
+    "means",
+    "positions",
     "bf16",
     "bf16_sink",
     "bf16_recent",
     "statistics",
 )
-"""bf16 is the history of the bf16 format; bf16_sink and bf16_recent are BF16 by policy."""
+"""bf16 is the history of the bf16 format; bf16_sink and bf16_recent are BF16 by policy. qtc has
+gains, means, and positions (of tokens with gaps between them)."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +89,16 @@ def take_stock(
 
     counted = dict.fromkeys(PARTS, 0)
     nominal = compressed = 0
+    shared: dict[int, Tensor] = {}
     for segment in segments:
         for part, tensor in segment.parts():
             counted[part] += unseen_bytes(tensor)
         if segment.encoded:
             compressed += segment.tokens
-            nominal += sum(
-                segment.fmt.nominal_bytes(span) for span in (*segment.keys, *segment.values)
-            )
+            spans = (*segment.keys, *segment.values)
+            nominal += sum(segment.fmt.nominal_bytes(span) for span in spans)
+            if isinstance(segment.fmt, Learns):
+                shared.update((id(t), t) for span in spans for t in segment.fmt.shared(span))
     for part, tensor in extra:
         counted[part] += unseen_bytes(tensor)
     per_token = spec.bf16_bytes_per_token * len(spec.streams)
@@ -101,7 +108,7 @@ def take_stock(
         tokens=tokens,
         bf16_bytes=tokens * per_token,
         compressed_bf16_bytes=compressed * per_token,
-        nominal_bytes=nominal,
+        nominal_bytes=nominal + storage_bytes(list(shared.values())),
         pending_bytes=sum(map(unseen_bytes, pending)),
         scratch_bytes=sum(map(unseen_bytes, scratch)),
     )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from quantwm.cache.formats import make_format
-from quantwm.cache.formats.base import Format, Role
+from quantwm.cache.formats.base import Format, Learns, Role
 from quantwm.cache.ledger import PARTS
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.errors import UserError
@@ -140,6 +140,10 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     spans = load.spans()
     for tokens, chunks in spans:
         _add(held, _span_parts(fmt, load, tokens, chunks))
+    if isinstance(fmt, Learns) and spans:
+        for role in ROLES:
+            shared = fmt.shared_bytes(load.heads, load.head_dim, role)
+            _add(held, {part: count * load.layers for part, count in shared.items()})
     packed = sum(held.values())
     bf16 = load.bf16_bytes_per_token
     held["bf16_sink"] = min(load.sink_tokens, load.tokens) * bf16
@@ -149,6 +153,10 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
         per_head = load.head_dim**2 + (fmt.rank if spans else 0) + waiting * load.head_dim
         held["statistics"] = load.layers * load.heads * per_head * 4
+    if isinstance(fmt, Learns) and load.tokens:
+        waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
+        learned = fmt.learned_bytes(load.heads, load.head_dim, waiting)
+        held["statistics"] = load.layers * learned
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
     pending = _pending_bytes(fmt, load, spans)
@@ -188,6 +196,8 @@ def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, 
     pending = sum(_span_parts(fmt, load, load.current_tokens, 1).values())
     if fmt.uses_queries:
         pending += load.layers * load.heads * load.head_dim**2 * 4
+    if isinstance(fmt, Learns):
+        pending += load.layers * fmt.learned_bytes(load.heads, load.head_dim, 0)
     if spans and spans[0][1] > 1:
         open_span = _span_parts(fmt, load, *spans[-1])
         pending += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))

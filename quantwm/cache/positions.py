@@ -34,9 +34,9 @@ class TokenPositions:
 
     def joined(self, later: TokenPositions) -> TokenPositions:
         """These and later tokens behind them."""
-        if self.places is None and later.places is None:
-            if self.first + self.count == later.first:
-                return TokenPositions(self.first, self.count + later.count)
+        follows = self.first + self.count == later.first
+        if follows and self.places is None and later.places is None:
+            return TokenPositions(self.first, self.count + later.count)
         ours, theirs = (p.tensor(0, p.count) for p in (self, later))
         return _compact(torch.cat((ours, theirs)))
 

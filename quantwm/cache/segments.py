@@ -21,12 +21,14 @@ class SpanPlan:
         number: counts spans since the cache was reset.
         tokens: tokens given to it so far, evicted ones included.
         basis, eigenvalues: PSAC's, of all slots; None before any query was seen.
+        lesson: what its chunks share in a format that learns; None otherwise.
     """
 
     number: int
     tokens: int
     basis: Tensor | None = None
     eigenvalues: Tensor | None = None
+    lesson: Any = None
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,12 @@ class ChunkGuide:
     """How a chunk is to be encoded, fixed before its own queries are known.
 
     weights: QSAC's, float32 [slots, H, D], or None before any query was seen.
+    learned: of a format that learns, with the positions of the chunk's tokens; None otherwise.
     """
 
     span: SpanPlan
     weights: Tensor | None
+    learned: Any = None
 
     def of_slot(self, slot: int) -> QueryGuide:
         basis, eigenvalues, weights = self.span.basis, self.span.eigenvalues, self.weights
@@ -45,12 +49,22 @@ class ChunkGuide:
             None if weights is None else weights[slot],
             None if basis is None else basis[slot],
             None if eigenvalues is None else eigenvalues[slot],
+            None if self.learned is None else self.learned.of_slot(slot),
         )
 
+    def select(self, keep: slice | Tensor) -> ChunkGuide:
+        """Of the chunk's tokens in a range, or at ascending int64 positions (a CPU tensor)."""
+        return self if self.learned is None else replace(self, learned=self.learned.select(keep))
+
     def statistics(self) -> tuple[Tensor, ...]:
-        """What it holds beside the basis."""
+        """What it holds beside the bases."""
         held = (self.weights, self.span.eigenvalues)
-        return tuple(t for t in held if t is not None)
+        learned = () if self.learned is None else self.learned.tensors()
+        return (*(t for t in held if t is not None), *learned)
+
+    def bases(self) -> tuple[Tensor, ...]:
+        own = () if self.span.basis is None else (self.span.basis,)
+        return own if self.span.lesson is None else (*own, *self.span.lesson.tensors())
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,7 @@ class Segment:
             frame_tokens=self.frame_tokens[frame - self.first_frame :],
             keys=tuple(self.fmt.select(span, kept) for span in self.keys),
             values=tuple(self.fmt.select(span, kept) for span in self.values),
+            guide=None if self.guide is None else self.guide.select(kept),
         )
 
     def masked(self, keep: Tensor) -> Segment:
@@ -119,6 +134,7 @@ class Segment:
             frame_tokens=tuple(counts),
             keys=tuple(self.fmt.select(span, positions) for span in self.keys),
             values=tuple(self.fmt.select(span, positions) for span in self.values),
+            guide=None if self.guide is None else self.guide.select(positions),
         )
 
     def joined(self, later: Segment) -> Segment:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from quantwm.cache.formats import bf16, quantwm, qvg
+from quantwm.cache.formats import bf16, qtc, quantwm, qvg
 from quantwm.cache.formats.base import Codebook, Format, QueryGuide, Role
 from quantwm.errors import UserError
 
 FORMATS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "bf16": (bf16.Bf16Format, bf16.Bf16Config, bf16.PRESETS),
     "qvg": (qvg.QvgFormat, qvg.QvgConfig, qvg.PRESETS),
+    "qtc": (qtc.QtcFormat, qtc.QtcConfig, qtc.PRESETS),
     "quantwm": (quantwm.QuantWMFormat, quantwm.QuantWMConfig, quantwm.PRESETS),
 }
 """name -> (format, its config, its presets). A new format adds its line here."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Generator, Tensor
 
 from quantwm.cache.kmeans import MAX_CENTROIDS
+from quantwm.cache.positions import TokenPositions
+from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
 
 Role = Literal["keys", "values"]
@@ -36,11 +39,13 @@ class QueryGuide:
         weights: float32 [H, D], mean 1, or None before any query was seen (unit weights).
         basis: bfloat16 [H, D, r], the span's PSAC directions, or None without PSAC.
         eigenvalues: float32 [H, r], the query moment along the basis.
+        learned: what a `Learns` format's own learner says about this slot and chunk.
     """
 
     weights: Tensor | None = None
     basis: Tensor | None = None
     eigenvalues: Tensor | None = None
+    learned: Any = None
 
 
 class Format(Protocol, Generic[SpanT]):
@@ -98,6 +103,71 @@ class Format(Protocol, Generic[SpanT]):
         self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
     ) -> dict[str, int]:
         """The same parts before anything is allocated: one span, all of it corrected by PSAC."""
+        ...
+
+
+class Learner(Protocol):
+    """What a format learns from past chunks beside the query moment; an immutable value."""
+
+    def observe(
+        self,
+        slot: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None,
+        positions: TokenPositions,
+        encoded: tuple[Any, Any] | None,
+    ) -> Any:
+        """One slot's share of a chunk: k, v [H, N, D] at these positions, q [H, Nq, D].
+
+        encoded: key and value span of the chunk's last tokens; None while they stay BF16.
+        The result has a method `tensors`, as the learner has.
+        """
+        ...
+
+    def with_chunk(self, observed: Mapping[int, Any]) -> Learner:
+        """The learner after a chunk. observed: by slot."""
+        ...
+
+    def lesson(self, current: Any) -> Any:
+        """What the next chunk's span shares; `current` itself while that lasts, None for nothing.
+
+        Its `key` tells lessons apart: chunks of one span have one key.
+        """
+        ...
+
+    def guide(self, lesson: Any, positions: TokenPositions) -> Any:
+        """Of one chunk: `of_slot(slot)` for QueryGuide.learned, `select(keep)`, `tensors()`."""
+        ...
+
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A format with a learner of its own, whose spans share what was learned."""
+
+    def learner(
+        self,
+        slots: int,
+        heads: int,
+        head_dim: int,
+        rope: RopeLayout | None,
+        window_frames: int | None,
+        tokens_per_frame: int,
+        device: torch.device,
+    ) -> Learner: ...
+
+    def shared(self, span: Any) -> Sequence[Tensor]:
+        """Tensors that a span shares with others; nominal_bytes leaves them out."""
+        ...
+
+    def shared_bytes(self, heads: int, head_dim: int, role: Role) -> dict[str, int]:
+        """The same before anything is allocated, of one layer; packed_bytes leaves them out."""
+        ...
+
+    def learned_bytes(self, heads: int, head_dim: int, waiting: int) -> int:
+        """Of the learner's statistics, one slot, and of the guides of `waiting` recent chunks."""
         ...
 
 

@@ -1,9 +1,9 @@
 """The basis of a span: where errors are plain, what each channel gets, and the rows to read it by.
 
 With M the metric of errors and S the covariance of what is coded, M = L L^T and
-L^T S L = V diag(l) V^T: analysis T = L V, synthesis T^-1 = V^T L^-1. In y = (x - mean) T the cost of
-an error is its plain square and the channels are uncorrelated with variances l. (Any root of M does;
-the Cholesky factor saves the eigendecomposition that M^(1/2) would take.)
+L^T S L = V diag(l) V^T: analysis T = L V, synthesis T^-1 = V^T L^-1. In y = (x - mean) T the cost
+of an error is its plain square and the channels are uncorrelated with variances l. (Any root of M
+does; the Cholesky factor saves the eigendecomposition that M^(1/2) would take.)
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class Basis:
         return self.rows.float() * self.row_scales.float().unsqueeze(-1)
 
 
+def basis_bytes(rows: int, head_dim: int) -> int:
+    """What `Basis.tensors` hold for one head."""
+    return rows * (head_dim + 2) + 2 * head_dim + rows // BLOCK
+
+
 def covariance(scatter: Tensor, count: int, mean: Tensor, shrinkage: float) -> Tensor:
     """Positive definite covariance, float64 [..., D, D].
 
@@ -66,8 +71,9 @@ def covariance(scatter: Tensor, count: int, mean: Tensor, shrinkage: float) -> T
 
 def fit_basis(
     cov: Tensor, metric: Tensor | None, mean: Tensor, budget: int, rows: int, max_width: int
-) -> Basis:
-    """Basis, widths and rows of one layer's heads.
+) -> tuple[Basis, Tensor]:
+    """Basis, widths and rows of one layer's heads; and the cost of a token's error that it
+    promises each, float64 [H] on the CPU.
 
     cov, metric: float64 [H, D, D], positive definite (metric None: the identity); mean [H, D];
     budget: bits a token; rows: channels that may be coded, a multiple of 16.
@@ -79,12 +85,15 @@ def fit_basis(
     row_scales = (scaled.abs().amax(-1) / 127.0).to(torch.bfloat16)
     divisor = row_scales.double().clamp(min=torch.finfo(torch.bfloat16).tiny).unsqueeze(-1)
     coded = torch.round(scaled / divisor).clamp(-127, 127).to(torch.int8)
-    return Basis(
+    basis = Basis(
         rows=coded,
         row_scales=row_scales,
         mean=mean.to(torch.bfloat16),
         widths=torch.tensor(widths, dtype=torch.uint8, device=cov.device),
         host_widths=tuple(widths),
+    )
+    return basis, torch.stack(
+        [_promised(head, own) for head, own in zip(variances.cpu(), widths, strict=True)]
     )
 
 
@@ -124,13 +133,11 @@ def allocate(variances: list[float], words: int, max_width: int) -> Widths:
     return tuple(widths)
 
 
-def expected_cost(variances: Tensor, widths: Widths) -> float:
+def _promised(variances: Tensor, widths: Widths) -> Tensor:
     """Mean cost of a token's error: coded channels by their width, the others whole."""
-    part = torch.tensor([DISTORTIONS[w] for w in widths], dtype=torch.float64).repeat_interleave(
-        BLOCK
-    )
-    coded = len(part)
-    return float((variances[:coded].cpu() * part).sum() + variances[coded:].sum())
+    left = torch.tensor([DISTORTIONS[w] for w in widths], dtype=torch.float64)
+    left = left.repeat_interleave(BLOCK)
+    return (variances[: len(left)] * left).sum() + variances[len(left) :].sum()
 
 
 def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
@@ -140,10 +147,8 @@ def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
     costs nothing that their span can make up for.
     """
     rows = basis.matrix().double()
-    if metric is None:
-        weighted = rows.transpose(-1, -2)
-    else:
-        weighted = metric @ rows.transpose(-1, -2)
+    across = rows.transpose(-1, -2)
+    weighted = across if metric is None else metric @ across
     gram = rows @ weighted
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-60).rsqrt()
     normal = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)

@@ -60,6 +60,7 @@ def source_text() -> str:
     return "\n".join([*lines, ")"])
 
 
+# fmt: off
 HALF_LEVELS: tuple[tuple[float, ...], ...] = (
     (
         0.797884561,
@@ -87,6 +88,7 @@ HALF_LEVELS: tuple[tuple[float, ...], ...] = (
         2.672273835, 2.917406791, 3.240437055, 3.744101271,
     ),
 )
+# fmt: on
 """`source_text()` of the functions above; a test compares them."""
 
 DISTORTIONS = (1.0, *(distortion(half) for half in HALF_LEVELS))
@@ -94,9 +96,9 @@ DISTORTIONS = (1.0, *(distortion(half) for half in HALF_LEVELS))
 
 
 def table(device: torch.device) -> Tensor:
-    """All levels behind each other, float32 [128]: b bits begin at 2**b, level 1 is the 0 of 0 bits.
+    """All levels behind each other, float32 [128]; level 2**b + code is that of a b-bit code.
 
-    So `levels[2**b + code]` is the level of a b-bit code, for b from 0 to 6.
+    For b from 0 to 6: level 1, the one level of 0 bits, is 0.
     """
     rows = [torch.zeros(2)]
     rows += [torch.tensor([-x for x in reversed(half)] + list(half)) for half in HALF_LEVELS]

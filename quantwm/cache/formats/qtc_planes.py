@@ -2,7 +2,7 @@
 
 Blocks come widest first. Plane k holds bit k of every block wider than k: 16 bits a block, two
 bytes, little end first (channel 8h + j of a block in bit j of byte h). A token's bytes are plane 0
-of all its blocks, then plane 1, and so on; a budget of B bits a token is B / 8 bytes for any widths.
+of all its blocks, then plane 1, and so on: a budget of B bits is B / 8 bytes for any widths.
 """
 
 from __future__ import annotations

@@ -1,0 +1,230 @@
+"""The `qtc` format: a query-weighted transform code on un-rotated keys.
+
+Keys are read only through queries, and queries see them at every relative position. A key is stored
+un-rotated, in the basis in which the mean squared logit error over past queries and all relative
+positions is a plain sum of squares; 0 to 6 bits a channel go where they lower that sum most. Values
+are coded the same way, without rotation and with the plain squared error. docs/beyond.md has the
+formulas and what each piece is worth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from quantwm.cache.formats import qtc_coder, qtc_gain
+from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
+from quantwm.cache.formats.qtc_basis import basis_bytes
+from quantwm.cache.formats.qtc_learner import Coding, QtcLearner, SlotGuide
+from quantwm.cache.formats.qtc_levels import MAX_WIDTH
+from quantwm.cache.formats.qtc_planes import BLOCK
+from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache.formats.qtc_statistics import (
+    SlotStatistics,
+    moment_bytes,
+    robust_mean,
+    statistics_bytes,
+)
+from quantwm.cache.positions import rotate_, turns
+from quantwm.cache.spec import RopeLayout
+from quantwm.errors import UserError
+
+
+@dataclass(frozen=True)
+class QtcConfig:
+    """Settings.
+
+    Attributes:
+        key_bits, value_bits: bits of codes per element once there is a basis; gains, means and the
+            basis come on top (0.35 at 3,072 tokens a basis and chunks of 192, 0.1 at large ones).
+        key_rows, value_rows: part of the channels that may have a code; the others are dropped and
+            take no row of the basis.
+        key_width, value_width: most bits of a channel.
+        basis_after: tokens, per channel of a head, seen before the first basis; they are coded
+            without (2 bits an element), since fewer do not determine a covariance.
+        horizon_frames: over which relative positions a query may read, in latent frames; at most
+            the cache's window.
+    """
+
+    key_bits: float = 2.0
+    value_bits: float = 2.0
+    key_rows: float = 0.75
+    value_rows: float = 0.75
+    key_width: int = 6
+    value_width: int = 5
+    basis_after: float = 3.0
+    horizon_frames: int = 64
+
+    def __post_init__(self) -> None:
+        for role in ("key", "value"):
+            bits, rows = getattr(self, f"{role}_bits"), getattr(self, f"{role}_rows")
+            width = getattr(self, f"{role}_width")
+            if not 1 <= width <= MAX_WIDTH:
+                raise UserError(f"{role}_width must be 1 to {MAX_WIDTH}, got {width}")
+            if not 0.0 < rows <= 1.0:
+                raise UserError(f"{role}_rows must be above 0 and at most 1, got {rows}")
+            if not 0.0 < bits <= rows * width:
+                raise UserError(
+                    f"{role}_bits must be above 0 and at most {rows * width:g}, "
+                    f"{role}_rows * {role}_width; got {bits}"
+                )
+        if not self.basis_after > 0:
+            raise UserError(f"basis_after must be above 0, got {self.basis_after}")
+        if self.horizon_frames < 1:
+            raise UserError(f"horizon_frames must be at least 1, got {self.horizon_frames}")
+
+
+PRESETS = {
+    "small": QtcConfig(key_bits=1.375, value_bits=1.375, key_rows=0.625, value_rows=0.625),
+    "medium": QtcConfig(),
+    "large": QtcConfig(key_bits=2.75, value_bits=2.125, key_rows=0.875),
+}
+"""About 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072 tokens a basis."""
+
+
+class QtcFormat:
+    """x = R_p (chunk mean + gain * levels @ rows)."""
+
+    name = "qtc"
+    compresses = True
+    uses_queries = False
+    """The learner keeps the query moment itself, un-rotated."""
+    rank = 0
+    exact = False
+
+    def __init__(self, config: QtcConfig | None = None) -> None:
+        self.config = config or QtcConfig()
+
+    def check(self, head_dim: int) -> None:
+        if head_dim % BLOCK:
+            raise UserError(f"qtc needs head_dim to be a multiple of {BLOCK}, got {head_dim}")
+
+    def learner(
+        self,
+        slots: int,
+        heads: int,
+        head_dim: int,
+        rope: RopeLayout | None,
+        window_frames: int | None,
+        tokens_per_frame: int,
+        device: torch.device,
+    ) -> QtcLearner:
+        config, window = self.config, window_frames or 0
+        horizon = min(config.horizon_frames, window) if window else config.horizon_frames
+        coding = Coding(
+            budgets=(self._budget("keys", head_dim), self._budget("values", head_dim)),
+            rows=(self._rows("keys", head_dim), self._rows("values", head_dim)),
+            max_widths=(config.key_width, config.value_width),
+            horizon_frames=horizon,
+            first_tokens=math.ceil(config.basis_after * head_dim),
+        )
+        empty = SlotStatistics.empty(device)
+        return QtcLearner(coding, rope, (empty,) * slots, window * tokens_per_frame)
+
+    def _rows(self, role: Role, head_dim: int) -> int:
+        part = self.config.key_rows if role == "keys" else self.config.value_rows
+        return max(round(part * head_dim / BLOCK), 1) * BLOCK
+
+    def _budget(self, role: Role, head_dim: int) -> int:
+        """Code bits of a token: whole blocks, and no more than the widths can take."""
+        config = self.config
+        bits = config.key_bits if role == "keys" else config.value_bits
+        width = config.key_width if role == "keys" else config.value_width
+        words = max(round(bits * head_dim / BLOCK), 1)
+        return min(words, width * self._rows(role, head_dim) // BLOCK) * BLOCK
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        return None
+
+    def encode(
+        self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
+    ) -> QtcSpan:
+        heads, tokens, head_dim = x.shape
+        known = guide.learned
+        if not isinstance(known, SlotGuide):
+            known = SlotGuide.unknown(tokens, x.device)
+        basis = known.keys if role == "keys" else known.values
+        rope = known.rope if role == "keys" else None
+        metric = known.metric(head_dim) if role == "keys" else None
+        x = x.to(torch.float32, copy=True)
+        if rope is not None and not rope.baked:
+            rope = None
+        if rope is not None:
+            turn = turns(rope, known.positions, 0, tokens, x.device)
+            rotate_(x, turn, inverse=True)
+        about = x.new_zeros(heads, head_dim) if basis is None else basis.mean.float()
+        mean_codes, mean_scales = qtc_gain.mean_codes(robust_mean(x)[0].squeeze(1), about)
+        x -= qtc_gain.decoded_means(mean_codes, mean_scales, about)
+        if basis is None:
+            codes, gains = qtc_coder.encode_plain(x, metric)
+        else:
+            codes, gains = qtc_coder.encode_in_basis(x, basis, metric)
+        return QtcSpan(
+            codes=codes,
+            gains=gains,
+            mean_codes=mean_codes,
+            mean_scales=mean_scales,
+            chunk_stops=torch.tensor([tokens], dtype=torch.int32, device=x.device),
+            chunk_tokens=(tokens,),
+            positions=None if rope is None else known.positions,
+            rope=rope,
+            basis=basis,
+            generation=known.generation,
+        )
+
+    def join(self, first: QtcSpan, second: QtcSpan) -> QtcSpan:
+        return first.joined(second)
+
+    def select(self, span: QtcSpan, keep: slice | Tensor) -> QtcSpan:
+        return span.select(keep)
+
+    def settle(self, spans: Sequence[QtcSpan]) -> list[QtcSpan]:
+        return list(spans)
+
+    def decode_into(self, span: QtcSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
+        span.decode_into(out, offset, start, stop)
+
+    def tokens(self, span: QtcSpan) -> int:
+        return span.tokens
+
+    def parts(self, span: QtcSpan) -> Mapping[str, Sequence[Tensor]]:
+        parts: dict[str, Sequence[Tensor]] = {
+            "codes": (span.codes,),
+            "gains": (span.gains,),
+            "means": (span.mean_codes, span.mean_scales, span.chunk_stops),
+        }
+        if span.basis is not None:
+            parts["bases"] = span.basis.tensors()
+        if span.positions is not None and span.positions.places is not None:
+            parts["positions"] = (span.positions.places,)
+        return parts
+
+    def nominal_bytes(self, span: QtcSpan) -> int:
+        """Without the basis, which spans share: `shared` names it, for the ledger to count once."""
+        parts = self.parts(span)
+        return sum(storage_bytes(parts[part]) for part in parts if part != "bases")
+
+    def shared(self, span: QtcSpan) -> Sequence[Tensor]:
+        return () if span.basis is None else span.basis.tensors()
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        """Of tokens that are coded in a basis; the basis itself is in `shared_bytes`."""
+        return {
+            "codes": tokens * heads * self._budget(role, head_dim) // 8,
+            "gains": tokens * heads,
+            "means": chunks * (heads * (head_dim + 2) + 4),
+        }
+
+    def shared_bytes(self, heads: int, head_dim: int, role: Role) -> dict[str, int]:
+        return {"bases": heads * basis_bytes(self._rows(role, head_dim), head_dim)}
+
+    def learned_bytes(self, heads: int, head_dim: int, waiting: int) -> int:
+        """Statistics of one slot; a waiting chunk holds the query moment that it came with."""
+        own = statistics_bytes(heads, head_dim)
+        return own + waiting * moment_bytes(heads, head_dim)

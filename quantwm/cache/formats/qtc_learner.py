@@ -1,0 +1,262 @@
+"""Life of a basis: learned from past chunks only, replaced at growing distances and when it pays.
+
+The first basis comes when enough tokens have been seen. From then on the question is put each time
+their number has doubled: would a new basis take more off the measured error than its own bytes
+would, spent on codes?
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.formats import qtc_basis
+from quantwm.cache.formats.qtc_basis import Basis
+from quantwm.cache.formats.qtc_metric import metric
+from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, full
+from quantwm.cache.positions import TokenPositions, rotate_, turns
+from quantwm.cache.spec import RopeLayout
+
+KEY_SHRINKAGE, VALUE_SHRINKAGE = 0.05, 0.03
+
+
+@dataclass(frozen=True)
+class Coding:
+    """What a basis is made to: bits a token, channels that may be coded, most bits of a channel,
+    keys then values; and the tokens seen before the first one."""
+
+    budgets: tuple[int, int]
+    rows: tuple[int, int]
+    max_widths: tuple[int, int]
+    horizon_frames: int
+    first_tokens: int
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """The bases of all slots, shared by every span that is encoded while they last.
+
+    Attributes:
+        generation: counts bases since the cache was reset, from 1.
+        keys, values: one basis per slot.
+        asked_at: tokens seen when it was last asked whether a new one would pay.
+    """
+
+    generation: int
+    keys: tuple[Basis, ...]
+    values: tuple[Basis, ...]
+    asked_at: int
+
+    @property
+    def key(self) -> int:
+        return self.generation
+
+    def tensors(self) -> list[Tensor]:
+        return [t for basis in (*self.keys, *self.values) for t in basis.tensors()]
+
+
+@dataclass(frozen=True)
+class SlotGuide:
+    """What encoding one slot's chunk needs: where its tokens stand, what past chunks taught."""
+
+    rope: RopeLayout | None
+    positions: TokenPositions
+    queries: QueryMoment
+    horizon_frames: int
+    keys: Basis | None
+    values: Basis | None
+    generation: int = 0
+
+    @classmethod
+    def unknown(cls, tokens: int, device: torch.device) -> SlotGuide:
+        """Before anything is known: the first tokens, no position in the keys."""
+        queries = SlotStatistics.empty(device).queries
+        return cls(None, TokenPositions(0, tokens), queries, 1, None, None)
+
+    def metric(self, head_dim: int) -> Tensor | None:
+        """Of key errors, float64 [H, D, D]; None before any query."""
+        return slot_metric(self.queries, head_dim, self.rope, self.horizon_frames)
+
+
+@dataclass(frozen=True)
+class LearnedGuide:
+    """The same for all slots of one chunk; positions are those of its tokens that are encoded."""
+
+    rope: RopeLayout | None
+    positions: TokenPositions
+    queries: tuple[QueryMoment, ...]
+    horizon_frames: int
+    lesson: Lesson | None
+
+    def of_slot(self, slot: int) -> SlotGuide:
+        lesson = self.lesson
+        return SlotGuide(
+            self.rope,
+            self.positions,
+            self.queries[slot],
+            self.horizon_frames,
+            None if lesson is None else lesson.keys[slot],
+            None if lesson is None else lesson.values[slot],
+            0 if lesson is None else lesson.generation,
+        )
+
+    def select(self, keep: slice | Tensor) -> LearnedGuide:
+        return replace(self, positions=self.positions.select(keep))
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds beside the bases."""
+        return [slot.triangle for slot in self.queries]
+
+
+class QtcLearner:
+    """Statistics of all slots and what is made of them. Immutable: `with_chunk` gives the next."""
+
+    def __init__(
+        self,
+        coding: Coding,
+        rope: RopeLayout | None,
+        statistics: Sequence[SlotStatistics],
+        window_tokens: int,
+    ) -> None:
+        """window_tokens: that a history holds at most; 0 without a limit."""
+        self.coding, self.rope = coding, rope
+        self.statistics = tuple(statistics)
+        self.window_tokens = window_tokens
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for slot in self.statistics for tensor in slot.tensors()]
+
+    def observe(
+        self,
+        slot: int,
+        k: Tensor,
+        v: Tensor,
+        q: Tensor | None,
+        positions: TokenPositions,
+        encoded: tuple[QtcSpan, QtcSpan] | None,
+    ) -> SlotStatistics:
+        """The slot's statistics with a chunk in them.
+
+        k, v: [H, N, D]; q: [H, Nq, D] or None; encoded: what the chunk's last tokens became, for
+        the measured error; None while they stay BF16.
+        """
+        keys, queries = k.float(), None
+        if q is not None and (self.rope is None or q.shape[1] == k.shape[1]):
+            queries = q.float()
+        if self.rope is not None and self.rope.baked:
+            turn = turns(self.rope, positions, 0, positions.count, k.device)
+            keys = rotate_(keys.clone(), turn, inverse=True)
+            queries = None if queries is None else rotate_(queries.clone(), turn, inverse=True)
+        before = self.statistics[slot]
+        after = before.with_chunk(keys, v.float(), queries)
+        if encoded is None or encoded[0].generation == 0:
+            return after
+        return self._with_residual(before, after, keys, v, encoded)
+
+    def _with_residual(
+        self,
+        before: SlotStatistics,
+        after: SlotStatistics,
+        keys: Tensor,
+        v: Tensor,
+        encoded: tuple[QtcSpan, QtcSpan],
+    ) -> SlotStatistics:
+        """Cost of the errors, in the metric that the chunk was encoded with."""
+        tokens = encoded[0].tokens
+        key_error = keys[:, -tokens:] - encoded[0].unrotated(0, tokens)
+        value_error = v[:, -tokens:].float() - encoded[1].unrotated(0, tokens)
+        read = self._metric(before)
+        weighted = key_error if read is None else key_error @ read.float()
+        cost = torch.stack(
+            (
+                (weighted * key_error).sum((1, 2), dtype=torch.float64),
+                value_error.square().sum((1, 2), dtype=torch.float64),
+            )
+        )
+        return after.with_residual(cost, tokens, encoded[0].generation)
+
+    def with_chunk(self, observed: Mapping[int, SlotStatistics]) -> QtcLearner:
+        updated = [observed.get(slot, old) for slot, old in enumerate(self.statistics)]
+        return QtcLearner(self.coding, self.rope, updated, self.window_tokens)
+
+    def guide(self, lesson: Lesson | None, positions: TokenPositions) -> LearnedGuide:
+        queries = tuple(slot.queries for slot in self.statistics)
+        return LearnedGuide(self.rope, positions, queries, self.coding.horizon_frames, lesson)
+
+    def lesson(self, current: Lesson | None) -> Lesson | None:
+        """The bases for the next chunk: the current ones, new ones, or none yet."""
+        seen = min(slot.keys.count for slot in self.statistics)
+        if current is None:
+            return None if seen < self.coding.first_tokens else self._learn(1, seen)[0]
+        if seen < 2 * current.asked_at:
+            return current
+        renewed, expected = self._learn(current.generation + 1, seen)
+        if self._pays(current, renewed, expected, seen):
+            return renewed
+        return replace(current, asked_at=seen)
+
+    def _learn(self, generation: int, seen: int) -> tuple[Lesson, Tensor]:
+        """New bases, and the cost they promise a token, float64 [slots, 2, H]."""
+        keys, values, expected = [], [], []
+        for slot in self.statistics:
+            key, key_cost = self._fit(slot, 0, self._metric(slot))
+            value, value_cost = self._fit(slot, 1, None)
+            keys.append(key)
+            values.append(value)
+            expected.append(torch.stack((key_cost, value_cost)))
+        return Lesson(generation, tuple(keys), tuple(values), seen), torch.stack(expected)
+
+    def _metric(self, slot: SlotStatistics) -> Tensor | None:
+        head_dim = slot.keys.total.shape[1]
+        return slot_metric(slot.queries, head_dim, self.rope, self.coding.horizon_frames)
+
+    def _fit(self, slot: SlotStatistics, role: int, read: Tensor | None) -> tuple[Basis, Tensor]:
+        moments, coding = (slot.keys, slot.values)[role], self.coding
+        head_dim = moments.total.shape[1]
+        cov = qtc_basis.covariance(
+            full(moments.scatter, head_dim),
+            moments.count,
+            moments.mean,
+            (KEY_SHRINKAGE, VALUE_SHRINKAGE)[role],
+        )
+        return qtc_basis.fit_basis(
+            cov,
+            read,
+            moments.mean,
+            coding.budgets[role],
+            coding.rows[role],
+            coding.max_widths[role],
+        )
+
+    def _pays(self, current: Lesson, renewed: Lesson, expected: Tensor, seen: int) -> bool:
+        """Whether the measured error stands so far above the promise of new bases.
+
+        A basis lasts, on average, as long again as the history that taught it (or the window).
+        Its bits spread over those tokens would, as code bits, take 6 dB per bit and channel.
+        """
+        measured = [s for s in self.statistics if s.basis == current.generation]
+        if len(measured) != len(self.statistics) or not measured[0].residual_count:
+            return False
+        cost = torch.stack([slot.residual / slot.residual_count for slot in measured])
+        gained = torch.log2(cost.clamp(min=1e-30) / expected.clamp(min=1e-30)).mean((0, 2)) / 2
+        life = min(seen, self.window_tokens) if self.window_tokens else seen
+        worth = 0.0
+        for role, bases in enumerate((renewed.keys, renewed.values)):
+            coded = sum(16 * sum(w > 0 for w in widths) for b in bases for widths in b.host_widths)
+            bits = 8 * sum(t.numel() * t.element_size() for b in bases for t in b.tensors())
+            worth += float(gained[role]) * coded - bits / life
+        return worth > 0 and math.isfinite(worth)
+
+
+def slot_metric(
+    queries: QueryMoment, head_dim: int, rope: RopeLayout | None, horizon: int
+) -> Tensor | None:
+    """Metric of key errors, float64 [H, D, D]; None before any query."""
+    if not queries.count:
+        return None
+    return metric(full(queries.triangle, head_dim), rope, horizon)

@@ -1,0 +1,108 @@
+"""A packed span of the `qtc` format: its tensors, and how tokens are joined, selected, decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.formats import qtc_coder, qtc_gain
+from quantwm.cache.formats.qtc_basis import Basis
+from quantwm.cache.positions import TokenPositions, rotate_, turns
+from quantwm.cache.spec import RopeLayout
+
+
+@dataclass(frozen=True)
+class QtcSpan:
+    """N tokens in C chunks of H heads, in one basis or in none.
+
+    Attributes:
+        codes: uint8 [H, N, B / 8], bit planes (qtc_planes.py).
+        gains: uint8 [H, N] (qtc_gain.py).
+        mean_codes, mean_scales: int8 [H, C, D], bfloat16 [H, C]; a chunk's mean, from the basis's.
+        chunk_stops: int32 [C], the token at which each chunk ends.
+        chunk_tokens: the tokens of each chunk, on the host.
+        positions: where the tokens stand, where rope asks for it.
+        rope: what turns decoded keys; None for values and for keys without position.
+        basis: None is the fallback of qtc_fallback.py.
+        generation: of the basis, 0 without.
+    """
+
+    codes: Tensor
+    gains: Tensor
+    mean_codes: Tensor
+    mean_scales: Tensor
+    chunk_stops: Tensor
+    chunk_tokens: tuple[int, ...]
+    positions: TokenPositions | None
+    rope: RopeLayout | None
+    basis: Basis | None
+    generation: int
+
+    @property
+    def tokens(self) -> int:
+        return self.gains.shape[1]
+
+    def joined(self, later: QtcSpan) -> QtcSpan:
+        before = self.tokens
+        return replace(
+            self,
+            codes=torch.cat((self.codes, later.codes), dim=1),
+            gains=torch.cat((self.gains, later.gains), dim=1),
+            mean_codes=torch.cat((self.mean_codes, later.mean_codes), dim=1),
+            mean_scales=torch.cat((self.mean_scales, later.mean_scales), dim=1),
+            chunk_stops=torch.cat((self.chunk_stops, later.chunk_stops + before)),
+            chunk_tokens=self.chunk_tokens + later.chunk_tokens,
+            positions=self.positions and self.positions.joined(later.positions),
+        )
+
+    def select(self, keep: slice | Tensor) -> QtcSpan:
+        """The tokens in a range, or at ascending int64 positions (a CPU tensor)."""
+        kept = torch.arange(self.tokens)[keep] if isinstance(keep, slice) else keep
+        stops = torch.tensor(self.chunk_tokens).cumsum(0)
+        counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
+        chunks = counts.nonzero().flatten()
+        device = self.codes.device
+        where, held = kept.to(device), chunks.to(device)
+        return replace(
+            self,
+            codes=self.codes.index_select(1, where),
+            gains=self.gains.index_select(1, where),
+            mean_codes=self.mean_codes.index_select(1, held),
+            mean_scales=self.mean_scales.index_select(1, held),
+            chunk_stops=counts[chunks].cumsum(0).to(device, torch.int32),
+            chunk_tokens=tuple(counts[chunks].tolist()),
+            positions=self.positions and self.positions.select(keep),
+        )
+
+    def unrotated(self, start: int, stop: int) -> Tensor:
+        """Tokens start..stop-1 without their rotation, float32 [H, stop - start, D]."""
+        head_dim = self.mean_codes.shape[2]
+        codes, gains = self.codes[:, start:stop], self.gains[:, start:stop]
+        if self.basis is None:
+            x = qtc_coder.decode_plain(codes, gains, head_dim)
+        else:
+            x = qtc_coder.decode_in_basis(codes, gains, self.basis)
+        first = 0
+        means = self.means()
+        for chunk, tokens in enumerate(self.chunk_tokens):
+            low, high = max(first, start), min(first + tokens, stop)
+            if low < high:
+                x[:, low - start : high - start] += means[:, chunk : chunk + 1]
+            first += tokens
+        return x
+
+    def means(self) -> Tensor:
+        """Means of its chunks, float32 [H, C, D]."""
+        heads, _, head_dim = self.mean_codes.shape
+        zeros = self.mean_codes.new_zeros(heads, head_dim)
+        about = zeros if self.basis is None else self.basis.mean
+        return qtc_gain.decoded_means(self.mean_codes, self.mean_scales, about)
+
+    def decode_into(self, out: Tensor, offset: int, start: int, stop: int) -> None:
+        """Tokens start..stop-1 to out[:, offset : offset + stop - start], [H, capacity, D]."""
+        x = self.unrotated(start, stop)
+        if self.rope is not None and self.positions is not None:
+            rotate_(x, turns(self.rope, self.positions, start, stop, x.device))
+        out[:, offset : offset + stop - start] = x

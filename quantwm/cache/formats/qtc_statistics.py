@@ -1,0 +1,163 @@
+"""What past chunks of one layer say about its keys and values; immutable, strictly causal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+OUTLIER = 16.0
+"""A token farther from its chunk's mean than this times the median (squared distances) counts as
+if it stood there: one broken token must not own mean and covariance."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of the keys (un-rotated) or the values seen so far.
+
+    Attributes:
+        total: float32 [H, D], sum of tokens.
+        scatter: float32 [H, D (D + 1) / 2], upper triangle of the sum of (x - m)(x - m)^T, each
+            chunk about its own mean.
+        count: tokens.
+    """
+
+    total: Tensor
+    scatter: Tensor
+    count: int = 0
+
+    @classmethod
+    def empty(cls, device: torch.device) -> Moments:
+        return cls(torch.zeros(0, device=device), torch.zeros(0, device=device))
+
+    def with_chunk(self, x: Tensor) -> Moments:
+        """x: float32 [H, N, D]. A head whose sums overflow keeps what it knew."""
+        mean, weight = robust_mean(x)
+        apart = (x - mean) * weight.sqrt()
+        total, scatter = x.shape[1] * mean.squeeze(1), triangle(apart.transpose(1, 2) @ apart)
+        finite = (torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1)).unsqueeze(-1)
+        return Moments(
+            _plus(self.total, torch.where(finite, total, 0.0)),
+            _plus(self.scatter, torch.where(finite, scatter, 0.0)),
+            self.count + x.shape[1],
+        )
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / max(self.count, 1)
+
+
+@dataclass(frozen=True)
+class QueryMoment:
+    """Triangle of the sum of q q^T over `count` un-rotated queries, float32 [H, D (D + 1) / 2]."""
+
+    triangle: Tensor
+    count: int = 0
+
+    def with_chunk(self, q: Tensor) -> QueryMoment:
+        """q: float32 [H, N, D]."""
+        added = triangle(q.transpose(1, 2) @ q)
+        added = torch.where(torch.isfinite(added).all(-1, keepdim=True), added, 0.0)
+        return QueryMoment(_plus(self.triangle, added), self.count + q.shape[1])
+
+
+@dataclass(frozen=True)
+class SlotStatistics:
+    """One layer and stream.
+
+    Attributes:
+        keys, values: their moments.
+        queries: theirs.
+        residual: float64 [2, H], summed cost of the errors of keys and of values encoded in the
+            basis of generation `basis`, over `residual_count` tokens.
+    """
+
+    keys: Moments
+    values: Moments
+    queries: QueryMoment
+    residual: Tensor
+    residual_count: int = 0
+    basis: int = 0
+
+    @classmethod
+    def empty(cls, device: torch.device) -> SlotStatistics:
+        """Nothing is allocated before there is something to remember."""
+        return cls(
+            keys=Moments.empty(device),
+            values=Moments.empty(device),
+            queries=QueryMoment(torch.zeros(0, device=device)),
+            residual=torch.zeros(0, dtype=torch.float64, device=device),
+        )
+
+    def with_chunk(self, k: Tensor, v: Tensor, q: Tensor | None) -> SlotStatistics:
+        """k, v: float32 [H, N, D], keys un-rotated; q: the same of un-rotated queries or None."""
+        seen = replace(self, keys=self.keys.with_chunk(k), values=self.values.with_chunk(v))
+        return seen if q is None else replace(seen, queries=self.queries.with_chunk(q))
+
+    def with_residual(self, cost: Tensor, tokens: int, basis: int) -> SlotStatistics:
+        """cost: float64 [2, H], summed over `tokens` tokens."""
+        if basis != self.basis:
+            return replace(self, residual=cost, residual_count=tokens, basis=basis)
+        return replace(
+            self,
+            residual=self.residual + cost,
+            residual_count=self.residual_count + tokens,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (
+            self.keys.total,
+            self.keys.scatter,
+            self.values.total,
+            self.values.scatter,
+            self.queries.triangle,
+            self.residual,
+        )
+
+
+def robust_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean of a chunk and the weight of each token. x: float32 [H, N, D] -> [H, 1, D], [H, N, 1].
+
+    The plain mean and ones unless a token stands out: then a second mean with the weights that
+    the first one gave, since one token at 10**6 moves the mean of 192 by 5,000.
+    """
+    mean = x.mean(1, keepdim=True)
+    weight = _weights(x - mean)
+    mean = (x * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+    return mean, _weights(x - mean)
+
+
+def _weights(apart: Tensor) -> Tensor:
+    squares = apart.square().sum(-1, keepdim=True)
+    limit = OUTLIER * squares.median(1, keepdim=True).values
+    within = (squares <= limit) | (limit == 0)
+    return torch.where(within, 1.0, limit / squares.clamp(min=1e-30))
+
+
+def _plus(known: Tensor, added: Tensor) -> Tensor:
+    return known + added if known.numel() else added
+
+
+def moment_bytes(heads: int, head_dim: int) -> int:
+    return heads * (head_dim * (head_dim + 1) // 2) * 4
+
+
+def statistics_bytes(heads: int, head_dim: int) -> int:
+    """What `tensors` of one slot hold once a chunk was encoded in a basis."""
+    return 3 * moment_bytes(heads, head_dim) + heads * (2 * head_dim * 4 + 2 * 8)
+
+
+def triangle(matrix: Tensor) -> Tensor:
+    """Upper triangle of symmetric matrices, [..., D, D] -> [..., D (D + 1) / 2]."""
+    rows, columns = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
+    return matrix[..., rows, columns]
+
+
+def full(corner: Tensor, head_dim: int) -> Tensor:
+    """The symmetric matrices of `triangle`, [..., D, D]."""
+    rows, columns = torch.triu_indices(head_dim, head_dim, device=corner.device)
+    out = corner.new_empty(*corner.shape[:-1], head_dim, head_dim)
+    out[..., rows, columns] = corner
+    out[..., columns, rows] = corner
+    return out
