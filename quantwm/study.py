@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from quantwm.cache.formats import FORMATS, make_format
+from quantwm.cache.formats import FORMATS, make_format, split_method
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.errors import UserError
@@ -68,11 +68,12 @@ def study(
     spec = study_spec(tensors, chunk)
     policy = CachePolicy(span_tokens=span)
     for method in methods:
-        if method not in FORMATS:
+        if split_method(method)[0] not in FORMATS:
             raise UserError(f"unknown method {method!r}; there are {', '.join(FORMATS)}")
     results = []
     for method in methods:
-        fmt = make_format(method, **settings.get(method, {}))
+        name, preset = split_method(method)
+        fmt = make_format(name, **{**preset, **settings.get(name, {})})
         cache = KVCache(spec, fmt, policy, device=device, seed=seed)
         results.append(_study_method(method, cache, tensors, report))
     return results

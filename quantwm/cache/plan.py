@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-from quantwm.cache.formats import make_format
+from quantwm.cache.formats import make_format, split_method
 from quantwm.cache.formats.base import Format, Learns, Role
 from quantwm.cache.ledger import PARTS
 from quantwm.cache.spec import CachePolicy, CacheSpec
@@ -256,8 +256,14 @@ class Plan:
 
 
 def plan(methods: Mapping[str, Mapping[str, object]], load: Workload) -> Plan:
-    """One workload in several formats. methods: format name -> settings of `make_format`."""
-    return Plan(tuple((name, make_format(name, **dict(s)), load) for name, s in methods.items()))
+    """One workload in several formats. methods: format name, or format:preset as a label of its
+    own, -> settings of `make_format`."""
+    return Plan(
+        tuple(
+            (method, make_format(split_method(method)[0], **dict(settings)), load)
+            for method, settings in methods.items()
+        )
+    )
 
 
 def plan_lanes(spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2) -> Plan:

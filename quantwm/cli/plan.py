@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
+from quantwm.cache.formats import split_method
 from quantwm.cache.plan import MethodPlan, Workload, plan
 from quantwm.cli.common import emit, integer, names, number, say, table
 from quantwm.errors import UserError
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.methods:
         raise UserError("name at least one method, for example --methods bf16,qvg,quantwm")
     load, settings = _of_world(arguments) if arguments.world else _of_numbers(arguments)
-    planned = plan({name: settings.get(name, {}) for name in arguments.methods}, load)
+    planned = plan({name: _settings(name, settings) for name in arguments.methods}, load)
     say(_table(planned.methods))
     emit(
         {
@@ -68,6 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         }
     )
     return 0
+
+
+def _settings(method: str, settings: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    name, preset = split_method(method)
+    return {**preset, **settings.get(name, {})}
 
 
 def _of_numbers(

@@ -30,7 +30,12 @@ DEFAULT_CENTROIDS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `study`."""
     parser.add_argument("file", type=Path, metavar="FILE.safetensors")
-    parser.add_argument("--methods", type=names, default=("bf16", "qvg", "quantwm"))
+    parser.add_argument(
+        "--methods",
+        type=names,
+        default=("bf16", "qvg", "quantwm"),
+        help="formats, or format:preset (qtc:small, qtc:large)",
+    )
     parser.add_argument(
         "--chunk", type=integer(1, 2**31), help="tokens of a chunk; as recorded by default"
     )

@@ -18,6 +18,12 @@ FORMATS: dict[str, tuple[type, type, dict[str, Any]]] = {
 """name -> (format, its config, its presets). A new format adds its line here."""
 
 
+def split_method(method: str) -> tuple[str, dict[str, object]]:
+    """"name" or "name:preset" as a format name and settings for `make_format`."""
+    name, colon, preset = method.partition(":")
+    return name, {"preset": preset} if colon else {}
+
+
 def make_format(name: str, **settings: object) -> Format[Any]:
     """A format with these settings; `preset` names the ones to start from.
 
@@ -49,4 +55,4 @@ def _check_type(name: str, key: str, value: object, wanted: object) -> None:
         raise UserError(f"{name} setting {key} must be {wanted}, got {value!r}")
 
 
-__all__ = ["FORMATS", "Codebook", "Format", "QueryGuide", "Role", "make_format"]
+__all__ = ["FORMATS", "Codebook", "Format", "QueryGuide", "Role", "make_format", "split_method"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
 from quantwm.video import fit
 from quantwm.worlds.base import (
@@ -25,7 +25,7 @@ from quantwm.worlds.base import (
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
 from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
-from quantwm.worlds.embedded.rope import rope_tables
+from quantwm.worlds.embedded.rope import rope_split, rope_tables
 from quantwm.worlds.embedded.sampler import sample
 from quantwm.worlds.embedded.scenes import list_scenes, load_scene
 from quantwm.worlds.embedded.transformer import Attend, Transformer
@@ -49,6 +49,7 @@ def world_spec(config: EmbeddedConfig, name: str = "embedded") -> WorldSpec:
             head_dim=model.head_dim,
             tokens_per_frame=model.tokens_per_frame,
             frames_per_chunk=model.frames_per_chunk,
+            rope=RopeLayout(rope_split(model.head_dim), model.grid, model.rope_theta),
         ),
         policy=CachePolicy(span_tokens=SPAN_TOKENS, window_frames=config.train_frames),
         format_settings={"qvg": {"centroids": 64}, "quantwm": {"centroids": 64}},
