@@ -502,6 +502,7 @@ def test_the_real_embedded_world(open_page, browser) -> None:
     served = serve(backend)
     try:
         page = open_page(served.url)
+        page.set_default_timeout(120_000)  # 3 s on two idle cores; other jobs make it crawl
         drive(page)
         page.wait_for_function("document.querySelector('[data-out=tokens]').innerText > '0'")
         start = page.inner_text('[data-out="tokens"]')
@@ -509,7 +510,6 @@ def test_the_real_embedded_world(open_page, browser) -> None:
         page.wait_for_function(
             "(start) => document.querySelector('[data-out=tokens]').innerText !== start",
             arg=start,
-            timeout=60_000,
         )
         assert "MiB" in page.inner_text('[data-lane="quantwm"] [data-figure="kv"]')
         assert page.locator('.qwm-legend [data-lane="qvg"]').count() == 1
