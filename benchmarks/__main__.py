@@ -12,6 +12,8 @@ from quantwm.errors import UserError
 REGISTRY = {
     "codec": ("codec", "encode and decode of one layer, beside QVG's public code"),
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
+    "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
+    "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
     "tune": ("tune", "device time of the launch rows worth trying"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }

@@ -13,7 +13,7 @@ Grid = tuple[int, int]
 """Rows and columns of tokens in one latent frame."""
 
 
-def _softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """q [H, Nq, D], k and v [H, Nk, D] -> [H, Nq, D]."""
     return functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
@@ -84,10 +84,10 @@ class MemoryAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         keys, values = self.cache.gather(layer, k, v, clean=self.clean, q=q)
-        rotary = _softmax_attention(self.queries.turn(q), self.keys.turn(keys), values)
+        rotary = softmax_attention(self.queries.turn(q), self.keys.turn(keys), values)
         projection, inverse = self.cameras.projection, self.cameras.inverse
         own = projection[self.own]
-        projective = _softmax_attention(
+        projective = softmax_attention(
             apply(own.transpose(1, 2), q), apply(inverse, keys), apply(inverse, values)
         )
         return rotary, apply(own, projective)
@@ -138,7 +138,7 @@ class AnchoredAttention:
             layer, k if self.is_anchor else turned, v, clean=self.clean, q=q
         )
         keys, values = self._select(keys, values, turned.shape[1])
-        return (_softmax_attention(q, torch.cat([keys, turned], dim=1), values),)
+        return (softmax_attention(q, torch.cat([keys, turned], dim=1), values),)
 
     def _select(
         self, keys: torch.Tensor, values: torch.Tensor, own: int

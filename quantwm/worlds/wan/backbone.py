@@ -68,10 +68,9 @@ def merge_heads(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).flatten(1)
 
 
-def per_frame(vector: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[F, C] -> [F * tokens, C], every frame's row repeated for its tokens."""
-    frames, width = vector.shape
-    return vector[:, None].expand(frames, tokens, width).reshape(frames * tokens, width)
+def by_frame(x: torch.Tensor, frames: int) -> torch.Tensor:
+    """[frames * tokens, C] -> [frames, tokens, C], a view: one modulation row per frame."""
+    return x.unflatten(0, (frames, -1))
 
 
 class Attention(nn.Module):
@@ -128,36 +127,39 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, modulation: torch.Tensor, inputs: Pass) -> torch.Tensor:
         """x: [N, width]; modulation: [F, 6, width] -> [N, width]."""
-        tokens = x.shape[0] // modulation.shape[0]
         table = self.scale_shift_table
         vectors = (table.float() if self.rules.modulation_fp32 else table) + modulation
-        shift1, scale1, gate1, shift2, scale2, gate2 = (
-            per_frame(vector, tokens) for vector in vectors.unbind(1)
-        )
+        # [F, 1, width] each, broadcast over a frame's tokens: rows per token would cost 0.8 GB of
+        # writes per block of the 14B model.
+        shift1, scale1, gate1, shift2, scale2, gate2 = vectors[:, :, None].unbind(1)
         hidden = self._modulated(x, shift1, scale1)
         q = self.attn1.queries(hidden)
         k, v = self.attn1.keys_values(hidden)
         attended = self.attn1.output(*inputs.attention(self.index, q, k, v))
-        x = self._added(x, attended * gate1)
+        x = self._added(x, attended, gate1)
         if self.camera and inputs.camera is not None:
             x = self._with_camera(x, inputs.camera)
         x = x + self._cross_attention(self._norm(x, self.norm2), inputs.context[self.index])
         if inputs.action is not None and hasattr(self, "action_model"):
             x = self.action_model(self.action_index, x, inputs.action)
-        return self._added(x, self.ffn(self._modulated(x, shift2, scale2)) * gate2)
+        return self._added(x, self.ffn(self._modulated(x, shift2, scale2)), gate2)
 
     def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if not self.rules.modulation_fp32:
-            return layer_norm(x) * (1 + scale) + shift
-        # Under autocast the norm of a BF16 stream is rounded before it is modulated.
-        normed = self._norm(x).float() if self.rules.residual_fp32 else layer_norm(x.float())
-        return (normed * (1 + scale) + shift).to(x.dtype)
+            normed = layer_norm(x)
+        elif self.rules.residual_fp32:
+            # Under autocast the norm of a BF16 stream is rounded before it is modulated.
+            normed = self._norm(x).float()
+        else:
+            normed = layer_norm(x.float())
+        modulated = by_frame(normed, len(scale)) * (1 + scale) + shift
+        return modulated.flatten(0, 1).to(x.dtype)
 
     def _norm(self, x: torch.Tensor, affine: nn.LayerNorm | None = None) -> torch.Tensor:
         return layer_norm(x, affine, fp32=self.rules.modulation_fp32)
 
-    def _added(self, x: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        total = x + update
+    def _added(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        total = x + (by_frame(update, len(gate)) * gate).flatten(0, 1)
         return total if self.rules.residual_fp32 else total.to(x.dtype)
 
     def _with_camera(self, x: torch.Tensor, camera: torch.Tensor) -> torch.Tensor:
@@ -271,16 +273,13 @@ class CausalWan(nn.Module):
     ) -> torch.Tensor:
         rules = self.config.rules
         table = self.scale_shift_table.float() if rules.modulation_fp32 else self.scale_shift_table
-        tokens = grid[1] * grid[2]
-        shift, scale = (per_frame(vector, tokens) for vector in (table + time[:, None]).unbind(1))
+        shift, scale = (table + time[:, None])[:, :, None].unbind(1)
         normed = layer_norm(x.float() if rules.modulation_fp32 else x)
-        x_dtype = x.dtype
-        x = normed * (1 + scale) + shift
-        x = (
-            linear_fp32(self.proj_out, x)
-            if rules.residual_fp32
-            else linear(self.proj_out, x.to(x_dtype))
-        )
+        out = (by_frame(normed, grid[0]) * (1 + scale) + shift).flatten(0, 1)
+        if rules.residual_fp32:
+            out = linear_fp32(self.proj_out, out)
+        else:
+            out = linear(self.proj_out, out.to(x.dtype))
         frames, rows, columns = grid
-        patches = x.reshape(frames, rows, columns, 2, 2, -1)
+        patches = out.reshape(frames, rows, columns, 2, 2, -1)
         return patches.permute(5, 0, 1, 3, 2, 4).reshape(-1, frames, 2 * rows, 2 * columns)

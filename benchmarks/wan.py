@@ -1,0 +1,170 @@
+"""`wan`: a full-size Wan world with random weights: milliseconds and bytes per cache format."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.stopwatch import Stopwatch, Target
+from benchmarks.timing import device_named, hardware
+from quantwm.cache import FORMATS, KVCache, kv_cache
+from quantwm.engine import Engine
+from quantwm.engine_types import BlockResult
+from quantwm.errors import UserError
+from quantwm.lanes import lanes_for
+from quantwm.worlds.base import ChunkAction
+from quantwm.worlds.wan import attention as wan_attention
+from quantwm.worlds.wan.catalog import ENTRIES
+from quantwm.worlds.wan.random_world import random_world
+from quantwm.worlds.wan.world import WanWorld
+
+VIDEO_FRAMES = 93  # 24 latent frames: the memory question of the issue
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", default="matrix_game2_universal", choices=ENTRIES)
+    parser.add_argument("--lanes", default="bf16,qvg,quantwm", help="formats, one run each")
+    parser.add_argument("--together", action="store_true", help="all lanes in lock-step instead")
+    parser.add_argument("--latent", help="height,width of a latent frame, e.g. 90,160 for 720p")
+    parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="video frames to fill")
+    parser.add_argument("--chunks", type=int, default=4, help="chunks timed after that")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device = device_named(options.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    world = random_world(options.world, device, dtype, latent=_latent(options.latent))
+    names = options.lanes.split(",")
+    groups = [names] if options.together else [[name] for name in names]
+    rows = [_row(world, group, options) for group in groups]
+    return {
+        "benchmark": "wan",
+        "world": options.world,
+        "video": list(world.spec.video_size),
+        "weights": "random",
+        "weight_bytes": world.weight_bytes(),
+        "dtype": str(dtype),
+        "hardware": hardware(device),
+        "rows": rows,
+    }
+
+
+def _latent(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise UserError(f"--latent is height,width such as 90,160, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _row(world: WanWorld, lanes: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    spec, device = world.spec, world.device
+    keys = frozenset({"w"}) & spec.keys.keys()
+    action = ChunkAction.held(frozenset(keys), spec.cache.frames_per_chunk)
+    latents = (options.frames - 1) // spec.frames_per_latent + 1
+    filling = -(-latents // spec.cache.frames_per_chunk)
+    _free(device)
+    with Engine(world, lanes_for(spec, lanes), seed=0) as engine:
+        engine.start()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        for _ in range(filling):
+            block = engine.step(action)
+        resident, peak = block, _peak(device)
+        timed = [_timed(engine, action) for _ in range(options.chunks)]
+        split = _split(engine, action, world, options.chunks)
+        explained = engine.explain()
+    blocks = [block for _, block in timed]
+    frames = spec.cache.frames_per_chunk * spec.frames_per_latent
+    per_lane = {
+        lane.name: statistics.median(_ms(block, lane.name) for block in blocks)
+        for lane in blocks[0].lanes
+    }
+    total = sum(per_lane.values())
+    wall = statistics.median(seconds for seconds, _ in timed) * 1e3
+    return {
+        "lanes": lanes,
+        "history_tokens": resident.lanes[0].tokens,
+        "ms_per_chunk": {name: round(ms, 2) for name, ms in per_lane.items()},
+        "chunks_per_second": round(1e3 / total, 3),
+        "frames_per_second": round(frames / total * 1e3, 2),
+        "ms_with_decode": round(wall, 2),
+        "decode_ms": round(max(wall - total, 0.0) / len(lanes), 2),
+        "kv_bytes": {lane.name: lane.kv_bytes for lane in resident.lanes},
+        "resident_ratio": {lane.name: round(lane.resident_ratio, 3) for lane in resident.lanes},
+        "peak_bytes": peak,
+        "split_ms": split,
+        "kernels": explained,
+    }
+
+
+def _timed(engine: Engine, action: ChunkAction) -> tuple[float, BlockResult]:
+    began = time.perf_counter()
+    block = engine.step(action)
+    return time.perf_counter() - began, block
+
+
+def _ms(block: BlockResult, name: str) -> float:
+    return next(lane.ms for lane in block.lanes if lane.name == name)
+
+
+def _split(engine: Engine, action: ChunkAction, world: WanWorld, chunks: int) -> dict[str, float]:
+    """Milliseconds per chunk by part, in a run of its own (watching costs time)."""
+    kinds = {kind for kind, _, _ in FORMATS.values()}
+    targets: list[Target] = [(kind, "decode_into", "cache: decode history") for kind in kinds]
+    targets += [(kind, name, "cache: encode") for kind in kinds for name in ("fit", "encode")]
+    targets += [
+        (kv_cache, "attention", "attention"),
+        (wan_attention, "softmax_attention", "attention"),
+        (KVCache, "finalize_chunk", "cache: commit"),
+        (WanWorld, "decode_chunk", "autoencoder"),
+    ]
+    watch = Stopwatch(world.device)
+    began = time.perf_counter()
+    with watch.watching(targets):
+        for _ in range(chunks):
+            engine.step(action)
+    whole = (time.perf_counter() - began) * 1e3
+    parts = {label: total / chunks for label, total in watch.totals().items()}
+    parts["transformer and the rest"] = whole / chunks - sum(parts.values())
+    return {label: round(ms, 2) for label, ms in sorted(parts.items(), key=lambda p: -p[1])}
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def table(result: dict[str, Any]) -> str:
+    size = "x".join(map(str, result["video"]))
+    lines = [
+        f"{result['world']} {size}, random weights {result['weight_bytes'] / 2**30:.1f} GiB, "
+        f"{result['dtype']}, {result['hardware']['device']}"
+    ]
+    for row in result["rows"]:
+        peak = "" if row["peak_bytes"] is None else f", peak {row['peak_bytes'] / 2**30:.2f} GiB"
+        held = {name: f"{count / 2**30:.3f} GiB" for name, count in row["kv_bytes"].items()}
+        lines.append(
+            f"{','.join(row['lanes'])}: {row['ms_per_chunk']} ms a chunk without the autoencoder, "
+            f"{row['frames_per_second']} frames a second; {row['history_tokens']} tokens held in "
+            f"{held}, resident ratio {row['resident_ratio']}{peak}; decode {row['decode_ms']} ms"
+        )
+        whole = sum(row["split_ms"].values())
+        lines += [
+            f"    {label:26} {ms:9.2f} ms {ms / whole:6.1%}"
+            for label, ms in row["split_ms"].items()
+        ]
+        lines.append(f"    {row['kernels']}")
+    return "\n".join(lines)
