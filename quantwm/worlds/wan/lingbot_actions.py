@@ -35,8 +35,6 @@ def latent_poses(c2w: np.ndarray, chunk_frames: int) -> np.ndarray:
     The video is cut to 4n + 1 frames; L poses are spread over its whole range, translations
     interpolated linearly and rotations spherically.
     """
-    from scipy.spatial.transform import Rotation, Slerp
-
     count = (len(c2w) - 1) // VIDEO_FRAMES * VIDEO_FRAMES + 1
     latents = ((count - 1) // VIDEO_FRAMES + 1) // chunk_frames * chunk_frames
     if latents < 1:
@@ -48,9 +46,26 @@ def latent_poses(c2w: np.ndarray, chunk_frames: int) -> np.ndarray:
     out = np.tile(np.eye(4), (latents, 1, 1))
     for axis in range(3):
         out[:, axis, 3] = np.interp(target, source, c2w[:count, axis, 3])
-    turns = Rotation.from_matrix(c2w[:count, :3, :3])
-    out[:, :3, :3] = Slerp(source, turns)(target).as_matrix() if count > 1 else c2w[:1, :3, :3]
+    for index, place in enumerate(target):
+        before = min(int(place), count - 2) if count > 1 else 0
+        after = min(before + 1, count - 1)
+        out[index, :3, :3] = slerp(c2w[before, :3, :3], c2w[after, :3, :3], place - before)
     return out
+
+
+def slerp(first: np.ndarray, second: np.ndarray, share: float) -> np.ndarray:
+    """The rotation that lies `share` of the way from one [3, 3] rotation to another."""
+    turn = first.T @ second
+    axis = np.array([turn[2, 1] - turn[1, 2], turn[0, 2] - turn[2, 0], turn[1, 0] - turn[0, 1]])
+    sine = np.linalg.norm(axis)
+    angle = math.atan2(sine, np.trace(turn) - 1.0)
+    if sine < 1e-12:
+        # No turn between the two; half a turn has no single axis and does not occur in 1/16 s.
+        return first if share < 1.0 else second
+    x, y, z = axis / sine
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    part = share * angle
+    return first @ (np.eye(3) + math.sin(part) * cross + (1 - math.cos(part)) * cross @ cross)
 
 
 def relative_poses(c2w: torch.Tensor, scale: float | None = None) -> torch.Tensor:
