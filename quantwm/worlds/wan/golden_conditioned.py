@@ -120,6 +120,11 @@ def matrix_game2(golden: GoldenSet, compare: Comparison) -> None:
     inner = next(t for n, t in named.items() if n.endswith("action_model.mouse_attn_q.weight"))
     head_dim = inner.shape[0] // sizes["action_config"]["heads_num"]
     config = infer_config(named, action_head_dim=head_dim)
+    rotary = sizes["action_config"]
+    action = replace(
+        config.action, rope_dim=rotary["rope_dim_list"][0], rope_theta=rotary["rope_theta"]
+    )
+    config = replace(config, action=action)
     config = replace(config, context_len=golden["in.visual_context"].shape[1])
     config = with_heads(config, sizes["num_heads"])
     for run in runs_of(golden, "rollout", None):

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from quantwm.goldens import Comparison, GoldenSet
 from quantwm.worlds.wan import hy_actions, lingbot_actions, matrix_actions, prope
 from quantwm.worlds.wan.loading import assign, on_meta
-from quantwm.worlds.wan.memory_frames import MMDIT_8B, WAN_5B, overlap, select
+from quantwm.worlds.wan.memory_frames import (
+    MMDIT_8B,
+    WAN_5B,
+    overlaps,
+    select,
+    visible_points,
+)
 from quantwm.worlds.wan.steering import Axes
 from quantwm.worlds.wan.umt5 import Umt5Encoder, canonical_umt5, infer_umt5_config
 from quantwm.worlds.wan.vae import WanVae
@@ -32,6 +40,12 @@ def vae(golden: GoldenSet, compare: Comparison) -> None:
     weights = canonical_vae(golden.weights)
     info = golden.info
     config = infer_vae_config(weights, tuple(info["latents_mean"]), tuple(info["latents_std"]))
+    sizes = info["config"]["model"]
+    config = replace(
+        config,
+        multipliers=tuple(sizes["dim_mult"]),
+        time_levels=tuple(sizes["temperal_downsample"]),
+    )
     model = on_meta(lambda: WanVae(config))
     assign(model, weights, "a Wan VAE", torch.float32, "cpu")
     latents = golden["in.latents"][0].float()
@@ -105,8 +119,9 @@ def _hy_memory(golden: GoldenSet, compare: Comparison) -> None:
         for name, rule in (("wan5b", WAN_5B), ("mmdit8b", MMDIT_8B)):
             chosen = torch.tensor(select(w2c, frame, points, rule))
             compare.check(f"memory.selected.{name}_{frame}", chosen)
-    values = [[overlap(query, past, points) for past in w2c[::2]] for query in w2c[::3]]
-    compare.check("memory.overlap.query_every3_history_every2", torch.tensor(values))
+    visible = visible_points(points)
+    values = torch.stack([overlaps(query, w2c[::2], visible) for query in w2c[::3]])
+    compare.check("memory.overlap.query_every3_history_every2", values)
     q, k, v = (golden[f"prope.in.{name}"][0] for name in "qkv")
     lenses = prope.cameras(w2c[:4], hy_actions.intrinsics(4), torch.float32)
     q = prope.apply(lenses.projection.transpose(1, 2), q)

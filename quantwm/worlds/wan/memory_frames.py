@@ -48,25 +48,31 @@ def _directions(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_view(points: torch.Tensor, c2w: torch.Tensor) -> torch.Tensor:
-    """points [N, 3] -> bool [N]: within HALF_VIEW of where the camera c2w [4, 4] looks."""
-    side, down = _directions(points - c2w[:3, 3])
-    ahead_side, ahead_down = _directions(c2w[:3, 2])
-    turned = (side - ahead_side + 180.0) % 360.0 - 180.0
-    return (turned.abs() <= HALF_VIEW[0]) & ((down - ahead_down).abs() <= HALF_VIEW[1])
+    """points [N, 3], cameras c2w [M, 4, 4] -> bool [M, N]: within HALF_VIEW of where each looks."""
+    side, down = _directions(points - c2w[:, None, :3, 3])
+    ahead_side, ahead_down = _directions(c2w[:, :3, 2])
+    turned = (side - ahead_side[:, None] + 180.0) % 360.0 - 180.0
+    tilted = (down - ahead_down[:, None]).abs()
+    return (turned.abs() <= HALF_VIEW[0]) & (tilted <= HALF_VIEW[1])
 
 
-def overlap(query: torch.Tensor, history: torch.Tensor, points: torch.Tensor) -> float:
-    """Share of the query camera's visible sample points that the history camera sees as well.
+def visible_points(points: torch.Tensor) -> torch.Tensor:
+    """Those of the sample points [N, 3] that a camera at the origin sees: about 5 % of them."""
+    return points[_in_view(points, torch.eye(4, dtype=points.dtype)[None])[0]]
 
-    query, history: [4, 4] world-to-camera; points: [N, 3] around the query camera, in its axes.
-    The history camera is looked at from the query camera, its roll ignored, as published.
+
+def overlaps(query: torch.Tensor, history: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Share of the query camera's visible points that each history camera sees as well: [M].
+
+    query: [4, 4], history: [M, 4, 4] world-to-camera; visible: [N, 3] from visible_points, in the
+    query camera's axes. A history camera is looked at from the query camera, its roll ignored,
+    as published.
     """
-    query, history = query.to(points.dtype), history.to(points.dtype)
-    seen = _in_view(points, torch.eye(4, dtype=points.dtype))
+    query, history = query.to(visible.dtype), history.to(visible.dtype)
     relative = query @ torch.linalg.inv(history)
-    near = (points - relative[:3, 3]).norm(dim=-1) < RADIUS
-    shared = seen & near & _in_view(points, relative)
-    return float(shared.sum() / seen.sum().clamp(min=1))
+    near = (visible - relative[:, None, :3, 3]).norm(dim=-1) < RADIUS
+    shared = near & _in_view(visible, relative)
+    return shared.sum(dim=-1) / max(len(visible), 1)
 
 
 def select(
@@ -74,20 +80,19 @@ def select(
 ) -> list[int]:
     """Sorted latent frames that the chunk starting at frame `current` remembers.
 
-    w2c: [F, 4, 4] of all frames up to the end of the chunk; F > current.
+    w2c: [F, 4, 4] of all frames up to the end of the chunk; F > current. points: [N, 3] in a ball
+    of RADIUS.
     """
     if current <= rule.frames:
         return list(range(current))
     chosen = set(range(rule.always)) | set(range(current - rule.recent, current))
-    starts = range(rule.always, current - rule.recent, CLIP)
-    queries = range(current, min(current + CLIP, len(w2c)))
-    scores = {}
-    for start in starts:
-        values = [
-            overlap(w2c[query], w2c[start + frame], points) for frame in SCORED for query in queries
-        ]
-        scores[start] = sum(values) / len(values)
-    for start in sorted(scores, key=lambda start: -scores[start]):
+    starts = torch.arange(rule.always, current - rule.recent, CLIP)
+    compared = w2c[(starts[:, None] + torch.tensor(SCORED)).flatten()]
+    visible = visible_points(points)
+    queries = w2c[current : current + CLIP]
+    scores = torch.stack([overlaps(query, compared, visible) for query in queries]).mean(0)
+    best = scores.unflatten(0, (-1, len(SCORED))).mean(1).argsort(descending=True, stable=True)
+    for start in starts[best].tolist():
         if len(chosen) >= rule.frames:
             break
         chosen |= set(range(start, start + CLIP))

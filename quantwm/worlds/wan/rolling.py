@@ -24,18 +24,23 @@ class RollingRule:
     Attributes:
         chunk_frames: frames of one chunk; the first chunk is the anchor.
         attention_frames: most frames that one pass attends, anchor and window counted.
-        cache_frames: frames that the cache keeps, the anchor counted.
+        cache_frames: frames that the cache keeps, anchor and newest chunk counted.
     """
 
     chunk_frames: int = 3
     attention_frames: int = 21
     cache_frames: int = 24
 
+    @property
+    def others(self) -> int:
+        """Cached frames besides the anchor and the chunk that is written."""
+        return self.cache_frames - 2 * self.chunk_frames
+
     def policy(self, span_tokens: int) -> CachePolicy:
-        """The cache policy that keeps cache_frames of history before every chunk."""
+        """The cache policy that keeps cache_frames, the chunk that is written among them."""
         return CachePolicy(
             sink_frames=self.chunk_frames,
-            window_frames=self.cache_frames + self.chunk_frames,
+            window_frames=self.cache_frames,
             span_tokens=span_tokens,
         )
 
@@ -115,7 +120,8 @@ class RollingForcing:
         anchor = None
         if first:
             room = max(rule.attention_frames - len(x) - rule.chunk_frames, 0)
-            seen = tuple(range(max(rule.chunk_frames, start - room), start))
+            oldest = start - min(room, rule.others)
+            seen = tuple(range(max(rule.chunk_frames, oldest), start))
             anchor = (seen[0] if seen else start) - rule.chunk_frames
         self.cache.begin_chunk(start, len(x))
         try:
@@ -130,8 +136,7 @@ class RollingForcing:
         """
         start, rule = first * self.rule.chunk_frames, self.rule
         room = rule.attention_frames - len(x)
-        held = max(rule.chunk_frames, start - (rule.cache_frames - rule.chunk_frames))
-        seen = tuple(range(max(held, start - room), start))
+        seen = tuple(range(max(rule.chunk_frames, start - min(room, rule.others)), start))
         anchored = min(rule.chunk_frames, room - len(seen)) if first else 0
         times = torch.zeros(len(x), device=x.device)
         anchor = rule.chunk_frames - anchored if anchored else None
