@@ -211,7 +211,7 @@ def test_many_turns_leave_no_files_threads_or_slots(handlers, backend) -> None:
 
     visit("warm-up")
     before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-    for number in range(12):
+    for number in range(6):
         visit(f"page {number}")
     after = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
     assert after == before
