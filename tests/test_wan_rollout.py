@@ -177,3 +177,27 @@ def test_positions_do_not_end_at_1024_frames() -> None:
         scores.append(q @ q.transpose(1, 2))
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=1e-8)
     torch.testing.assert_close(scores[2], scores[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", ["bf16", "qvg"])
+def test_an_encoded_sink_is_seen_and_never_evicted(method: str) -> None:
+    """The sink ends inside the second chunk; encoding it changes where it is held, not what."""
+    model = make_model(dtype=torch.bfloat16)
+    context = model.context_kv(torch.randn(5, 32))
+    latents = torch.randn(20, 16, *LATENT)
+    caches = []
+    for compress in (False, True):
+        settings = {} if method == "bf16" else {"centroids": 8}
+        cache = make_cache(model, 4, 11, 6, method, compress_sink=compress, **settings)
+        driver = SelfForcing(model, cache, context, GRID)
+        for first in range(0, 20, 4):
+            driver.commit(first, latents[first : first + 4], NONE)
+        caches.append(cache)
+    plain, encoded = caches
+    assert plain.frames == encoded.frames == 7
+    if method == "bf16":
+        assert all(map(torch.equal, plain.history(1), encoded.history(1)))
+    else:
+        assert "bf16_sink" in plain.ledger().parts
+        assert "bf16_sink" not in encoded.ledger().parts
+        assert encoded.ledger().total < plain.ledger().total

@@ -44,13 +44,19 @@ def make_cache(
     sink: int = 0,
     method: str = "bf16",
     cells: int = CELLS,
+    compress_sink: bool = False,
     **settings: object,
 ) -> KVCache:
     settings = {"exact": model.dtype == torch.float32} if method == "bf16" else settings
     return KVCache(
         cache_spec(model.config, cells, frames_per_chunk),
         make_format(method, **settings),
-        CachePolicy(sink_frames=sink, window_frames=window, span_tokens=4 * CELLS),
+        CachePolicy(
+            sink_frames=sink,
+            window_frames=window,
+            span_tokens=4 * CELLS,
+            compress_sink=compress_sink,
+        ),
         dtype=model.dtype,
     )
 
