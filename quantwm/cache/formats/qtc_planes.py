@@ -33,7 +33,7 @@ def pack(codes: Tensor, widths: Widths) -> Tensor:
 def unpack(packed: Tensor, widths: Widths) -> Tensor:
     """packed: uint8 [N, 2 * sum(widths)] -> codes uint8 [N, 16 * len(widths)]."""
     bits = _spread(packed.device).index_select(0, packed.flatten().int()).view(torch.uint8)
-    bits = bits.view(packed.shape[0], -1)
+    bits = bits.view(packed.shape[0], 8 * packed.shape[1])
     codes, start = None, 0
     for plane in range(max(widths, default=0)):
         channels = BLOCK * blocks_in_plane(widths, plane)

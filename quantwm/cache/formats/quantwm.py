@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
-from quantwm.cache.dispatch import ops_for
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
     QueryGuide,
@@ -83,6 +84,29 @@ class QuantWMSpan:
     codebook: Codebook
     correction: Correction | None
 
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        return self.decoder(self.correction)
+
+    def decoder(self, rows: Correction | None) -> Decode:
+        """rows: the span's correction, in its dense form."""
+        centroids = self.codebook.centroids
+        correction = (None, None, None, 0)
+        if rows is not None:
+            correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
+        return ops_for(self.codes.device).prepare_quantwm(
+            self.codes,
+            self.ids,
+            centroids,
+            self.scales,
+            self.secondary,
+            self.chunk_stops,
+            self.zeros,
+            centroids.shape[2] // self.scales.shape[2],
+            *correction,
+        )
+
 
 class QuantWMFormat:
     """x = centroid + (code - zero) * scale, for keys also + basis @ (coefficients * row scale)."""
@@ -135,7 +159,8 @@ class QuantWMFormat:
             ids=ids,
             scales=scales,
             secondary=secondary.unsqueeze(1),
-            chunk_stops=torch.tensor(tokens, dtype=torch.int32, device=x.device),
+            # Filled on the device: a copy from the host would wait for all that is queued.
+            chunk_stops=torch.full((1,), x.shape[1], dtype=torch.int32, device=x.device),
             chunk_tokens=tokens,
             zeros=zeros,
             codebook=codebook,
@@ -205,30 +230,10 @@ class QuantWMFormat:
     def decode_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int
     ) -> None:
-        coefficients = row_scales = basis = None
-        first_corrected = 0
-        if span.correction is not None:
-            rows = span.correction.dense()
-            coefficients, row_scales = rows.coefficients, rows.row_scales
-            basis, first_corrected = rows.basis, rows.first
-        ops_for(out.device).decode_quantwm_into(
-            out,
-            offset,
-            span.codes,
-            span.ids,
-            span.codebook.centroids,
-            span.scales,
-            span.secondary,
-            span.chunk_stops,
-            span.zeros,
-            self.config.group_size,
-            coefficients,
-            row_scales,
-            basis,
-            first_corrected,
-            start,
-            stop,
-        )
+        sparse = span.correction is not None and span.correction.mask is not None
+        # Sparse rows are made dense for one reading only: kept, they would be bytes not counted.
+        decode = span.decoder(span.correction.dense()) if sparse else span.decode
+        decode(out, offset, start, stop)
 
     def tokens(self, span: QuantWMSpan) -> int:
         return span.ids.shape[1]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
 from quantwm.cache import kmeans
-from quantwm.cache.dispatch import ops_for
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
     QueryGuide,
@@ -51,6 +52,13 @@ class QvgSpan:
     ids: Tensor
     scales: Tensor
     codebook: Codebook
+
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        group_size = self.codebook.centroids.shape[2] // self.scales.shape[2]
+        span = (self.codes, self.ids, self.codebook.centroids, self.scales)
+        return ops_for(self.codes.device).prepare_qvg(*span, group_size)
 
 
 class QvgFormat:
@@ -100,17 +108,7 @@ class QvgFormat:
         return list(spans)
 
     def decode_into(self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
-        ops_for(out.device).decode_qvg_into(
-            out,
-            offset,
-            span.codes,
-            span.ids,
-            span.codebook.centroids,
-            span.scales,
-            self.config.group_size,
-            start,
-            stop,
-        )
+        span.decode(out, offset, start, stop)
 
     def tokens(self, span: QvgSpan) -> int:
         return span.ids.shape[1]
