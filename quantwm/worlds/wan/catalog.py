@@ -18,6 +18,7 @@ TENCENT_LICENCE = (
     "Tencent HY-WorldPlay community licence: not for the European Union, the United Kingdom and "
     "South Korea; more than a million monthly users need a licence of their own"
 )
+SPAN_FRAMES = 3  # latent frames of Causal-Forcing's chunkwise chunk, which the published span is
 _T5 = "models_t5_umt5-xxl-enc-bf16.pth"
 _TOKENIZER = "google/umt5-xxl"
 _WAN_1P3B = "Wan-AI/Wan2.1-T2V-1.3B"
@@ -96,7 +97,11 @@ class Entry:
         return dict(CONTROLS[self.mode].keys) if self.kind == "keys" else dict(KEYS)
 
     def spec(self) -> WorldSpec:
-        """The WorldSpec that follows; one codebook per native chunk, as published."""
+        """The WorldSpec that follows; one codebook per native chunk, as published.
+
+        A chunk of one frame shares its codebook with the next two: alone, the codebook would take
+        a third of the frame's packed bytes.
+        """
         tokens = self.config.tokens_per_frame(*self.latent)
         cache = cache_spec(self.config, tokens, self.frames_per_chunk)
         height, width = self.latent
@@ -109,7 +114,7 @@ class Entry:
             policy=CachePolicy(
                 sink_frames=self.sink,
                 window_frames=self.window,
-                span_tokens=cache.tokens_per_chunk,
+                span_tokens=max(cache.tokens_per_chunk, SPAN_FRAMES * tokens),
                 compress_sink=self.compress_sink,
             ),
             format_settings={"bf16": {}, "qvg": {}, "quantwm": {}},
