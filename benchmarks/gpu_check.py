@@ -81,13 +81,14 @@ def check_offsets_past_2_31(device: torch.device) -> None:
         codes, scales, secondary, zeros, coefficients, row_scales = packed
         stops = torch.tensor([tokens], dtype=torch.int32, device=device)
         out = torch.full_like(rows, torch.nan)
-        ops.decode_quantwm_into(
-            out, 0, codes, ids, centroids, scales, secondary.unsqueeze(1), stops, zeros, 64,
-            coefficients, row_scales, basis, 0, 0, tokens,
-        )  # fmt: skip
+        ops.prepare_quantwm(
+            codes, ids, centroids, scales, secondary.unsqueeze(1), stops, zeros, 64,
+            coefficients, row_scales, basis, 0,
+        )(out, 0, 0, tokens)  # fmt: skip
         ternary = ops.encode_qvg(rows, ids, centroids, 64)
         again = torch.full_like(rows, torch.nan)
-        ops.decode_qvg_into(again, 0, ternary[0], ids, centroids, ternary[1], 64, 0, tokens)
+        decode = ops.prepare_qvg(ternary[0], ids, centroids, ternary[1], 64)
+        decode(again, 0, 0, tokens)
         parts = (ids, means, *packed, out, *ternary, again)
         results.append([t[-1:].clone() for t in parts if t is not None])
         require(not (out.isnan().any() or again.isnan().any()), "a token was left unwritten")

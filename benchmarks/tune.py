@@ -67,6 +67,14 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
     stops = torch.tensor([tokens], dtype=torch.int32, device=x.device)
     quantwm = (packed[0], ids, centroids, packed[1], packed[2].unsqueeze(1), stops, packed[3])
     correction = (packed[4], packed[5], case.basis, 0)
+
+    def decode_ternary() -> None:
+        # Prepared anew: the launch row is fixed when a decoder is made.
+        ops.prepare_qvg(codes, ids, centroids, scales, group)(out, 0, 0, tokens)
+
+    def decode_affine() -> None:
+        ops.prepare_quantwm(*quantwm, group, *correction)(out, 0, 0, tokens)
+
     return {
         "ASSIGN": lambda: ops.assign(x, means),
         "ASSIGN_RANGE": lambda: ops.assign_qsac(x, centroids, case.weights, group, 4),
@@ -75,12 +83,8 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         "ENCODE_PSAC": lambda: ops.encode_quantwm(
             x, ids, centroids, group, 1.0, case.basis, case.eigenvalues
         ),
-        "DECODE": lambda: ops.decode_qvg_into(
-            out, 0, codes, ids, centroids, scales, group, 0, tokens
-        ),
-        "DECODE_PSAC": lambda: ops.decode_quantwm_into(
-            out, 0, *quantwm, group, *correction, 0, tokens
-        ),
+        "DECODE": decode_ternary,
+        "DECODE_PSAC": decode_affine,
     }
 
 

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from kernels import checks, tuning
 from kernels.format import CODES_PER_BYTE
+from kernels.launch import PreparedLaunch
 from kernels.tile import e4m3_value
+
+FLOATS = (torch.float32, torch.bfloat16)
 
 
 @triton.jit
@@ -44,8 +47,10 @@ def _store(out_ptr, stride_h, stride_n, values, head, to, valid, D: tl.constexpr
 
 @triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop"])
 def decode_ternary_kernel(
-    out_ptr, out_stride_h, out_stride_n, codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
-    n_tokens, offset, start, stop,  # runtime: only in masks and addresses
+    out_ptr, out_stride_h, out_stride_n,
+    offset, start, stop,  # runtime: only in masks and addresses
+    codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
+    n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -89,9 +94,11 @@ def _affine_levels(
     do_not_specialize=["n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected"]
 )
 def decode_affine_kernel(
-    out_ptr, out_stride_h, out_stride_n, codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
-    secondary_ptr, chunk_stops_ptr, zeros_ptr, coefficients_ptr, row_scales_ptr, basis_ptr,
-    n_tokens, offset, start, stop,  # runtime: only in masks and addresses
+    out_ptr, out_stride_h, out_stride_n,
+    offset, start, stop,  # runtime: only in masks and addresses
+    codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
+    coefficients_ptr, row_scales_ptr, basis_ptr,
+    n_tokens,  # runtime: only in masks and addresses
     n_chunks,  # runtime: loop bound
     first_corrected,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
@@ -130,56 +137,84 @@ def decode_affine_kernel(
     _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
 
 
+class Decoder:
+    """Decodes ranges of one packed span, whose tensors were checked when it was made."""
+
+    def __init__(
+        self, launch: PreparedLaunch, shape: tuple[int, int, int], device: torch.device, rows: int
+    ) -> None:
+        """shape: heads, tokens and channels of the span; rows: tokens of a program."""
+        self._launch, self._shape, self._device, self._rows = launch, shape, device, rows
+
+    def __call__(self, out: Tensor, offset: int, start: int, stop: int) -> None:
+        """Write tokens [start, stop) to out[:, offset : offset + stop - start].
+
+        out: [H, capacity, D] float32 or bfloat16, channels adjacent. ValueError on anything else,
+        and on a range that does not fit.
+        """
+        heads, tokens, dim = self._shape
+        out_heads, capacity, out_dim = out.shape
+        stride_h, stride_n, stride_d = out.stride()
+        wanted = out_heads == heads and out_dim == dim and stride_d == 1
+        if not wanted or out.dtype not in FLOATS or out.device != self._device:
+            raise ValueError(
+                f"out must be float32 or bfloat16 [{heads}, capacity, {dim}] with adjacent "
+                f"channels on {self._device}, got {out.dtype} {tuple(out.shape)}, strides "
+                f"{out.stride()}, on {out.device}"
+            )
+        count = stop - start
+        if not (0 <= start <= stop <= tokens and offset >= 0 and offset + count <= capacity):
+            raise ValueError(
+                f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
+            )
+        if count:
+            blocks = -(-count // self._rows)
+            self._launch(blocks, out, (stride_h, stride_n), (offset, start, stop))
+
+
 def _check(
-    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, group_size: int,
-    start: int, stop: int, rank: int = 0,
-) -> tuple[int, int, int]:  # fmt: skip
-    checks.rows("out", out)
-    heads, capacity, dim = out.shape
-    tokens, count = ids.shape[-1], centroids.shape[1]
+    codes: Tensor, ids: Tensor, centroids: Tensor, group_size: int, rank: int = 0
+) -> tuple[int, int, int]:
+    """Heads, tokens and channels of a span."""
+    (heads, tokens), (count, dim) = ids.shape, centroids.shape[1:]
     checks.geometry(dim, group_size, count, rank)
-    if not (0 <= start <= stop <= tokens and offset >= 0 and offset + stop - start <= capacity):
-        raise ValueError(
-            f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
-        )
     checks.packed("codes", codes, torch.uint8, (heads, tokens, dim // CODES_PER_BYTE))
     checks.packed("ids", ids, torch.uint8, (heads, tokens))
     checks.packed("centroids", centroids, torch.bfloat16, (heads, count, dim))
-    checks.together(out, codes, ids, centroids)
+    checks.together(codes, ids, centroids)
     return heads, tokens, dim
 
 
-def decode_qvg_into(
-    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor,
-    group_size: int, start: int, stop: int,
-) -> None:  # fmt: skip
-    """Write tokens [start, stop) of a QVG span to out[:, offset : offset + stop - start].
+def prepare_qvg(
+    codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, group_size: int
+) -> Decoder:
+    """A QVG span's decoder.
 
-    out: [H, capacity, D] float32 or bfloat16, channels adjacent; codes uint8 [H, N, D/4], ids
-    uint8 [H, N], centroids bfloat16 [H, K, D], scales float8_e4m3fn [H, N, D/G], all contiguous.
-    ValueError on anything else, and on a range that does not fit.
+    codes uint8 [H, N, D/4], ids uint8 [H, N], centroids bfloat16 [H, K, D], scales float8_e4m3fn
+    [H, N, D/G], all contiguous. ValueError on anything else.
     """
-    heads, tokens, dim = _check(out, offset, codes, ids, centroids, group_size, start, stop)
+    heads, tokens, dim = _check(codes, ids, centroids, group_size)
     checks.packed("scales", scales, torch.float8_e4m3fn, (heads, tokens, dim // group_size))
-    checks.together(out, scales)
-    if start == stop:
-        return
+    checks.together(codes, scales)
     row = tuning.DECODE[dim]
-    decode_ternary_kernel[(triton.cdiv(stop - start, row.block_n), heads)](
-        out, out.stride(0), out.stride(1), codes.view(torch.int32), ids, centroids,
-        scales.view(torch.uint8), tokens, offset, start, stop, centroids.shape[1],
-        D=dim, GROUP=group_size, BLOCK_N=row.block_n,
-        num_warps=row.num_warps, num_stages=row.num_stages, enable_fp_fusion=False,
+    fixed = (
+        codes.view(torch.int32), ids, centroids, scales.view(torch.uint8), tokens,
+        centroids.shape[1],
     )  # fmt: skip
+    constants = {
+        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch = PreparedLaunch(decode_ternary_kernel, fixed, constants, heads)
+    return Decoder(launch, (heads, tokens, dim), codes.device, row.block_n)
 
 
-def decode_quantwm_into(
-    out: Tensor, offset: int, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor,
-    secondary: Tensor, chunk_stops: Tensor, zeros: Tensor, group_size: int,
-    coefficients: Tensor | None, coefficient_scales: Tensor | None, basis: Tensor | None,
-    first_corrected: int, start: int, stop: int,
-) -> None:  # fmt: skip
-    """As `decode_qvg_into` for QuantWM spans.
+def prepare_quantwm(
+    codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, secondary: Tensor,
+    chunk_stops: Tensor, zeros: Tensor, group_size: int, coefficients: Tensor | None,
+    coefficient_scales: Tensor | None, basis: Tensor | None, first_corrected: int,
+) -> Decoder:  # fmt: skip
+    """As `prepare_qvg` for QuantWM spans.
 
     scales uint8 [H, N, D/G], secondary float16 [H, C], chunk_stops int32 [C] (where each chunk of
     the span ends), zeros uint8 [H, ceil(N * D/G / 4)], coefficients int8
@@ -188,26 +223,29 @@ def decode_quantwm_into(
     """
     correction = (coefficients, coefficient_scales, basis)
     rank = 0 if basis is None or any(t is None for t in correction) else basis.shape[2]
-    heads, tokens, dim = _check(out, offset, codes, ids, centroids, group_size, start, stop, rank)
+    heads, tokens, dim = _check(codes, ids, centroids, group_size, rank)
     groups, chunks = dim // group_size, secondary.shape[-1]
     checks.packed("scales", scales, torch.uint8, (heads, tokens, groups))
     checks.packed("secondary", secondary, torch.float16, (heads, chunks))
     checks.packed("chunk_stops", chunk_stops, torch.int32, (chunks,))
     checks.packed("zeros", zeros, torch.uint8, (heads, -(-tokens * groups // CODES_PER_BYTE)))
-    checks.together(out, scales, secondary, chunk_stops, zeros, *correction)
+    checks.together(codes, scales, secondary, chunk_stops, zeros, *correction)
     if rank:
         corrected = tokens - first_corrected
         checks.packed("coefficients", coefficients, torch.int8, (heads, corrected, rank))
         checks.packed("coefficient_scales", coefficient_scales, torch.float16, (heads, corrected))
         checks.packed("basis", basis, torch.bfloat16, (heads, dim, rank))
-    if start == stop:
-        return
     row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE[dim]
-    decode_affine_kernel[(triton.cdiv(stop - start, row.block_n), heads)](
-        out, out.stride(0), out.stride(1), codes.view(torch.int32), ids, centroids, scales,
-        secondary, chunk_stops, zeros, *(correction if rank else (None, None, None)),
-        tokens, offset, start, stop, chunks, first_corrected if rank else 0, centroids.shape[1],
-        D=dim, GROUP=group_size, RANK=rank, RANK_PAD=max(16, triton.next_power_of_2(rank)),
-        BLOCK_N=row.block_n, DOT_DTYPE=tuning.dot_mode(out)[1],
-        num_warps=row.num_warps, num_stages=row.num_stages, enable_fp_fusion=False,
+    fixed = (
+        codes.view(torch.int32), ids, centroids, scales, secondary, chunk_stops, zeros,
+        *(correction if rank else (None, None, None)),
+        tokens, chunks, first_corrected if rank else 0, centroids.shape[1],
     )  # fmt: skip
+    constants = {
+        "D": dim, "GROUP": group_size, "RANK": rank,
+        "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
+        "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch = PreparedLaunch(decode_affine_kernel, fixed, constants, heads)
+    return Decoder(launch, (heads, tokens, dim), codes.device, row.block_n)

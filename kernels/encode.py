@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import checks, tuning
 from kernels.format import CODES_PER_BYTE
+from kernels.launch import launch
 from kernels.tile import (
     e4m3_byte,
     e4m3_value,
@@ -210,11 +211,14 @@ def encode_qvg(x: Tensor, ids: Tensor, centroids: Tensor, group_size: int) -> tu
     row = tuning.ENCODE[dim]
     words = torch.empty((heads, tokens, dim // 16), dtype=torch.int32, device=x.device)
     scales = torch.empty((heads, tokens, dim // group_size), dtype=torch.uint8, device=x.device)
-    encode_ternary_kernel[(triton.cdiv(tokens, row.block_n), heads)](
+    args = (
         x, x.stride(0), x.stride(1), ids, centroids, words, scales, tokens, centroids.shape[1],
-        D=dim, GROUP=group_size, BLOCK_N=row.block_n,
-        num_warps=row.num_warps, num_stages=row.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
+    constants = {
+        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch(encode_ternary_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
     return words.view(torch.uint8), scales.view(torch.float8_e4m3fn)
 
 
@@ -255,10 +259,14 @@ def encode_quantwm(
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    largest_scale_kernel[grid](*shared, *sizes, **options)
-    encode_affine_kernel[grid](
+    launch(largest_scale_kernel, grid, (*shared, *sizes), options)
+    args = (
         *shared, basis, eigenvalues, words, scales, secondary, zeros, coefficients, row_scales,
-        *sizes, RANK=rank, RANK_PAD=max(16, triton.next_power_of_2(rank)),
-        DOT_DTYPE=tuning.dot_mode(x)[1], **options,
+        *sizes,
     )  # fmt: skip
+    options |= {
+        "RANK": rank, "RANK_PAD": max(16, triton.next_power_of_2(rank)),
+        "DOT_DTYPE": tuning.dot_mode(x)[1],
+    }  # fmt: skip
+    launch(encode_affine_kernel, grid, args, options)
     return words.view(torch.uint8), scales, secondary, zeros, coefficients, row_scales

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels import checks, tuning
 from kernels.format import MAX_CANDIDATES
+from kernels.launch import launch
 from kernels.tile import as_operand, split_operand
 
 # Centroids beyond K and unused candidate slots carry this distance; real ones stay far below.
@@ -68,7 +69,7 @@ def _range_score(x, centroid_ptrs, index, distance, group_weights, D: tl.constex
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def assign_kernel(
-    x_ptr, x_stride_h, x_stride_n, centroids_ptr, operands_ptr, norms_ptr, group_weights_ptr,
+    x_ptr, x_stride_h, x_stride_n, centroids_ptr, operands_ptr, norms_ptr, weights_ptr,
     ids_ptr,
     n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
@@ -125,7 +126,7 @@ def assign_kernel(
             row_ptrs[:, None, None] + offs_c[None, :, :], mask=valid_n[:, None, None], other=0.0
         ).to(tl.float32)
         c_ptrs = centroids_ptr + head * K * D + offs_c[None, :, :]
-        gw = tl.load(group_weights_ptr + head * groups + tl.arange(0, groups))[None, :]
+        gw = tl.sum(tl.load(weights_ptr + head * D + offs_c), axis=1)[None, :]
         best = _range_score(xg, c_ptrs, i0, d0, gw, D)
         score = _range_score(xg, c_ptrs, i1, d1, gw, D)
         i0 = tl.where(score < best, i1, i0)
@@ -191,12 +192,13 @@ def _prepare(
     padded = -(-count // tile) * tile
     operands = torch.empty((heads, parts, padded, dim), dtype=dtype, device=x.device)
     norms = torch.empty((heads, padded), dtype=torch.float32, device=x.device)
-    prepare_kernel[(padded // small.block_k, heads)](
-        centroids, weights, operands, norms, count,
-        D=dim, K_PAD=padded, BLOCK_K=small.block_k, WEIGHTED=weights is not None, PARTS=parts,
-        num_warps=small.num_warps, num_stages=small.num_stages,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    args = (centroids, weights, operands, norms, count)
+    constants = {
+        "D": dim, "K_PAD": padded, "BLOCK_K": small.block_k, "WEIGHTED": weights is not None,
+        "PARTS": parts, "num_warps": small.num_warps, "num_stages": small.num_stages,
+        "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch(prepare_kernel, (padded // small.block_k, heads), args, constants)
     return operands, norms
 
 
@@ -217,18 +219,18 @@ def _assign(
     heads, tokens, dim = x.shape
     row = (tuning.ASSIGN if candidates == 1 else tuning.ASSIGN_RANGE)[dim]
     operands, norms = _prepare(x, centroids, weights, row)
-    group_weights = None
-    if weights is not None:
-        group_weights = weights.view(heads, dim // group_size, group_size).sum(dim=2)
     ids = torch.empty((heads, tokens), dtype=torch.uint8, device=x.device)
-    assign_kernel[(triton.cdiv(tokens, row.block_n), heads)](
-        x, x.stride(0), x.stride(1), centroids, operands, norms, group_weights, ids,
-        tokens, centroids.shape[1],
-        D=dim, GROUP=group_size, K_PAD=operands.shape[2], PARTS=operands.shape[1],
-        CANDIDATES=candidates, BLOCK_N=row.block_n, BLOCK_K=row.block_k,
-        DOT_DTYPE=tuning.dot_mode(x)[1], num_warps=row.num_warps, num_stages=row.num_stages,
-        enable_fp_fusion=False,
+    args = (
+        x, x.stride(0), x.stride(1), centroids, operands, norms, weights, ids, tokens,
+        centroids.shape[1],
     )  # fmt: skip
+    constants = {
+        "D": dim, "GROUP": group_size, "K_PAD": operands.shape[2], "PARTS": operands.shape[1],
+        "CANDIDATES": candidates, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
+        "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch(assign_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
     return ids
 
 
@@ -269,10 +271,11 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
     count = centroids.shape[1]
     row = tuning.UPDATE[dim]
     out = torch.empty((heads, count, dim), dtype=torch.float32, device=x.device)
-    update_kernel[(triton.cdiv(count, row.block_k), heads)](
-        x, x.stride(0), x.stride(1), ids, centroids, out, tokens, count,
-        D=dim, BLOCK_N=row.block_n, BLOCK_K=row.block_k, DOT_DTYPE=tuning.dot_mode(x)[1],
-        num_warps=row.num_warps, num_stages=row.num_stages,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    args = (x, x.stride(0), x.stride(1), ids, centroids, out, tokens, count)
+    constants = {
+        "D": dim, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
+        "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    launch(update_kernel, (triton.cdiv(count, row.block_k), heads), args, constants)
     return out

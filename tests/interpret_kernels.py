@@ -111,7 +111,7 @@ def test_launchers_refuse_what_they_do_not_cover() -> None:
     codes, scales = encode.encode_qvg(case.x, ids, case.centroids, 32)
     out = torch.empty(1, 6, 64)
     with pytest.raises(ValueError, match=r"0\.\.8 of 8 do not fit"):
-        decode.decode_qvg_into(out, 0, codes, ids, case.centroids, scales, 32, 0, 8)
+        decode.prepare_qvg(codes, ids, case.centroids, scales, 32)(out, 0, 0, 8)
 
 
 def test_what_is_not_covered_runs_on_the_reference_and_is_named() -> None:

@@ -113,14 +113,14 @@ def run_launchers(dim: int, group_size: int, rank: int) -> None:
     kmeans.assign_qsac(x, centroids, torch.ones(2, dim), group_size, 4)
     kmeans.update(x, ids, centroids.float())
     codes, scales = encode.encode_qvg(x, ids, centroids, group_size)
-    decode.decode_qvg_into(out, 0, codes, ids, centroids, scales, group_size, 0, 100)
+    decode.prepare_qvg(codes, ids, centroids, scales, group_size)(out, 0, 0, 100)
     encode.encode_quantwm(x, ids, centroids, group_size, 1.0, None, None)
     packed = encode.encode_quantwm(x, ids, centroids, group_size, 1.0, basis, eigenvalues)
     codes, scales, secondary, zeros, coefficients, row_scales = packed
     shared = (codes, ids, centroids, scales, secondary[:, None], stops, zeros, group_size)
     for correction in ((None, None, None), (coefficients, row_scales, basis)):
-        decode.decode_quantwm_into(out, 0, *shared, *correction, 0, 0, 100)
-    decode.decode_quantwm_into(out.float(), 0, *shared, coefficients, row_scales, basis, 0, 0, 100)
+        decode.prepare_quantwm(*shared, *correction, 0)(out, 0, 0, 100)
+    decode.prepare_quantwm(*shared, coefficients, row_scales, basis, 0)(out.float(), 0, 0, 100)
 
 
 def has_dot(launched: Launched) -> bool:

@@ -27,6 +27,17 @@ logger = logging.getLogger(__name__)
 CHOICES = ("auto", "reference", "triton")
 
 
+class Decode(Protocol):
+    """Decodes ranges of one packed span; made once a span, called in every denoising pass."""
+
+    def __call__(self, out: Tensor, offset: int, start: int, stop: int) -> None:
+        """Write tokens [start, stop) of the span to out[:, offset : offset + stop - start].
+
+        out: [H, capacity, D] float32 or bfloat16, D contiguous, the other strides free.
+        """
+        ...
+
+
 class Ops(Protocol):
     """The primitive operations. `quantwm/cache/reference.py` defines what they mean.
 
@@ -81,28 +92,14 @@ class Ops(Protocol):
         """
         ...
 
-    def decode_qvg_into(
-        self,
-        out: Tensor,
-        offset: int,
-        codes: Tensor,
-        ids: Tensor,
-        centroids: Tensor,
-        scales: Tensor,
-        group_size: int,
-        start: int,
-        stop: int,
-    ) -> None:
-        """Write tokens [start, stop) of a span to out[:, offset : offset + stop - start].
-
-        out: [H, capacity, D] float32 or bfloat16, D contiguous, the other strides free.
-        """
+    def prepare_qvg(
+        self, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, group_size: int
+    ) -> Decode:
+        """The decoder of one QVG span, which keeps these tensors. They are checked here."""
         ...
 
-    def decode_quantwm_into(
+    def prepare_quantwm(
         self,
-        out: Tensor,
-        offset: int,
         codes: Tensor,
         ids: Tensor,
         centroids: Tensor,
@@ -115,10 +112,8 @@ class Ops(Protocol):
         coefficient_scales: Tensor | None,
         basis: Tensor | None,
         first_corrected: int,
-        start: int,
-        stop: int,
-    ) -> None:
-        """As decode_qvg_into, for QuantWM spans.
+    ) -> Decode:
+        """As prepare_qvg, for QuantWM spans.
 
         secondary: float16 [H, C], one per chunk of the span; chunk_stops: int32 [C], the token
         of the span at which each chunk ends. scale = scale_code * (secondary / 255).
@@ -138,8 +133,18 @@ def explain(device: torch.device | str) -> str:
     """One line: which primitives run on this device, and why."""
     ops, reason = _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))
     if isinstance(ops, TritonOps) and ops.fallbacks:
-        return f"{reason}; PyTorch reference where {', '.join(ops.fallbacks)}"
-    return reason
+        reason = f"{reason}; PyTorch reference where {', '.join(ops.fallbacks)}"
+    return "; ".join((reason, *_notes))
+
+
+_notes: dict[str, None] = {}
+
+
+def note_fallback(text: str) -> None:
+    """Something that a format had to do without; logged once and named by `explain`."""
+    if text not in _notes:
+        _notes[text] = None
+        logger.warning(text)
 
 
 @lru_cache(maxsize=16)
@@ -245,26 +250,15 @@ class TritonOps:
         ops = self._encode if covered else reference
         return ops.encode_quantwm(x, ids, centroids, group_size, clip, basis, eigenvalues)
 
-    def decode_qvg_into(
-        self,
-        out: Tensor,
-        offset: int,
-        codes: Tensor,
-        ids: Tensor,
-        centroids: Tensor,
-        scales: Tensor,
-        group_size: int,
-        start: int,
-        stop: int,
-    ) -> None:
-        covered = self._covered(unsupported(out.shape[2], group_size, centroids.shape[1]))
+    def prepare_qvg(
+        self, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, group_size: int
+    ) -> Decode:
+        covered = self._covered(unsupported(centroids.shape[2], group_size, centroids.shape[1]))
         ops = self._decode if covered else reference
-        ops.decode_qvg_into(out, offset, codes, ids, centroids, scales, group_size, start, stop)
+        return ops.prepare_qvg(codes, ids, centroids, scales, group_size)
 
-    def decode_quantwm_into(
+    def prepare_quantwm(
         self,
-        out: Tensor,
-        offset: int,
         codes: Tensor,
         ids: Tensor,
         centroids: Tensor,
@@ -277,15 +271,12 @@ class TritonOps:
         coefficient_scales: Tensor | None,
         basis: Tensor | None,
         first_corrected: int,
-        start: int,
-        stop: int,
-    ) -> None:
+    ) -> Decode:
+        _, count, dim = centroids.shape
         rank = 0 if basis is None else basis.shape[2]
-        covered = self._covered(unsupported(out.shape[2], group_size, centroids.shape[1], rank))
+        covered = self._covered(unsupported(dim, group_size, count, rank))
         ops = self._decode if covered else reference
-        ops.decode_quantwm_into(
-            out,
-            offset,
+        return ops.prepare_quantwm(
             codes,
             ids,
             centroids,
@@ -298,8 +289,6 @@ class TritonOps:
             coefficient_scales,
             None if basis is None else basis.contiguous(),
             first_corrected,
-            start,
-            stop,
         )
 
 

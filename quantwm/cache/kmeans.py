@@ -88,7 +88,8 @@ def fit(
     if init is None:
         drawn = torch.randperm(x.shape[1], generator=generator)[:k]
         positions = drawn.repeat(-(-k // len(drawn)))[:k]
-        init = x.index_select(1, positions.to(x.device))
+        # Not blocking: else the copy would wait for all that is queued.
+        init = x.index_select(1, positions.to(x.device, non_blocking=True))
     centroids = init.float()
     for _ in range(iterations):
         centroids = update(x, assign(x, centroids), centroids)

@@ -7,7 +7,9 @@ and everything after the table is in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ __all__ = [
     "decode_qvg_into",
     "encode_quantwm",
     "encode_qvg",
+    "prepare_quantwm",
+    "prepare_qvg",
     "update",
 ]
 
@@ -101,7 +105,7 @@ def decode_qvg_into(
     start: int,
     stop: int,
 ) -> None:
-    """See `dispatch.Ops.decode_qvg_into`."""
+    """Tokens [start, stop) to out[:, offset : offset + stop - start]; see `dispatch.Decode`."""
     table = _level_table((1,), codes.device)
     scale = scales[:, start:stop].float().unsqueeze(-1)
     means = centroids.float()
@@ -134,7 +138,7 @@ def decode_quantwm_into(
     start: int,
     stop: int,
 ) -> None:
-    """See `dispatch.Ops.decode_quantwm_into`."""
+    """As decode_qvg_into; arguments as in `dispatch.Ops.prepare_quantwm`."""
     heads, groups = scales.shape[0], scales.shape[2]
     table = _level_table(tuple(range(LEVELS)), codes.device)
     lengths = chunk_stops.diff(prepend=chunk_stops.new_zeros(1))
@@ -164,3 +168,13 @@ def decode_quantwm_into(
                     rows_psac[head, begin - correct_from : last - correct_from], directions[head]
                 )
             out[head, offset + first - start : offset + last - start] = values
+
+
+def prepare_qvg(*span: Any) -> Callable[[Tensor, int, int, int], None]:
+    """See `dispatch.Ops.prepare_qvg`."""
+    return lambda out, offset, start, stop: decode_qvg_into(out, offset, *span, start, stop)
+
+
+def prepare_quantwm(*span: Any) -> Callable[[Tensor, int, int, int], None]:
+    """See `dispatch.Ops.prepare_quantwm`."""
+    return lambda out, offset, start, stop: decode_quantwm_into(out, offset, *span, start, stop)

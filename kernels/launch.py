@@ -1,0 +1,143 @@
+"""Launching a kernel again without Triton's binding of its arguments, the dearer part of it.
+
+For every launch Triton binds the arguments by name, asks what to specialise on, makes a key of it
+and looks the compiled kernel up: several times the 8 us that the driver takes, and decoding is a
+launch for every layer in every denoising pass. Here the first launch of a kind goes through Triton
+and later ones call what it compiled. A kind is everything that Triton specialises on: types,
+constants, addresses that are multiples of 16, integers that are 1 or multiples of 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.runtime import JITFunction, driver
+
+INT32_MAX = 2**31 - 1
+
+
+class _Compiled(NamedTuple):
+    """A kernel of one kind on one device, and its constants in the order of its signature."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    constants: tuple[Any, ...]
+
+
+_COMPILED: dict[tuple[Any, ...], _Compiled] = {}
+
+
+@lru_cache(maxsize=64)
+def _specialised(kernel: Any) -> tuple[bool, ...]:
+    """By argument: whether Triton looks at its value."""
+    return tuple(not p.do_not_specialize for p in kernel.params)
+
+
+def _integer_kind(value: int, specialised: bool) -> int:
+    kind = 4 if value > INT32_MAX else 0
+    if specialised:
+        kind += 2 if value == 1 else value % 16 == 0
+    return kind
+
+
+def _described(
+    args: Sequence[Any], specialised: Sequence[bool]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments as the driver takes them, tensors as addresses, and the kind of each."""
+    values: list[Any] = []
+    kinds: list[Any] = []
+    for arg, looked_at in zip(args, specialised, strict=False):
+        if isinstance(arg, Tensor):
+            address = arg.data_ptr()
+            values.append(address)
+            kinds.append((arg.dtype, address % 16 == 0))
+        else:
+            values.append(arg)
+            kinds.append(_integer_kind(arg, looked_at) if isinstance(arg, int) else type(arg))
+    return tuple(values), tuple(kinds)
+
+
+def _first_launch(
+    kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
+) -> _Compiled:
+    compiled = kernel[grid](*args, **constants)
+    ordered = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+    return _Compiled(compiled.run, compiled.function, compiled.packed_metadata, ordered)
+
+
+def _launch_again(
+    compiled: _Compiled, grid: tuple[int, int], device: int, values: tuple[Any, ...]
+) -> None:
+    run, function, metadata, constants = compiled
+    stream = driver.active.get_current_stream(device)
+    run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *values, *constants)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
+    """kernel[grid](*args, **constants). args come first in the kernel's signature, then constants.
+
+    Anything but a compiled kernel (the interpreter's) is launched as it stands.
+    """
+    if not isinstance(kernel, JITFunction):
+        kernel[grid](*args, **constants)
+        return
+    device = driver.active.get_current_device()
+    values, kinds = _described(args, _specialised(kernel))
+    key = (id(kernel), device, kinds, *constants.values())
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = _first_launch(kernel, grid, args, constants)
+    else:
+        _launch_again(compiled, grid, device, values)
+
+
+class PreparedLaunch:
+    """A kernel whose later arguments are fixed; a call gives a tensor and the integers before them.
+
+    The fixed tensors are kept alive by it. What is left to do in a call is one address, the kinds
+    of `strides` and the driver's launch.
+    """
+
+    def __init__(
+        self, kernel: Any, fixed: Sequence[Any], constants: Mapping[str, Any], heads: int
+    ) -> None:
+        self._kernel, self._fixed, self._constants = kernel, tuple(fixed), constants
+        self._heads = heads
+        self._direct = isinstance(kernel, JITFunction)
+        if self._direct:
+            flags = _specialised(kernel)
+            before = len(kernel.arg_names) - len(fixed) - sum(p.is_constexpr for p in kernel.params)
+            self._values, kinds = _described(fixed, flags[before:])
+            self._key = (id(kernel), kinds, *constants.values())
+            self._known: dict[tuple[Any, ...], _Compiled] = {}
+
+    def __call__(
+        self, blocks: int, tensor: Tensor, strides: tuple[int, int], lengths: tuple[int, ...]
+    ) -> None:
+        """strides: integers that Triton specialises on; lengths: those that it does not."""
+        grid = (blocks, self._heads)
+        if not self._direct:
+            self._kernel[grid](tensor, *strides, *lengths, *self._fixed, **self._constants)
+            return
+        device, address = driver.active.get_current_device(), tensor.data_ptr()
+        kind = (
+            device, tensor.dtype, address % 16 == 0,
+            _integer_kind(strides[0], True), _integer_kind(strides[1], True),
+        )  # fmt: skip
+        compiled = self._known.get(kind)
+        if compiled is None:
+            key = (*self._key, *kind)
+            compiled = _COMPILED.get(key)
+            if compiled is None:
+                args = (tensor, *strides, *lengths, *self._fixed)
+                compiled = _first_launch(self._kernel, grid, args, self._constants)
+                self._known[kind] = _COMPILED[key] = compiled
+                return
+            self._known[kind] = compiled
+        _launch_again(compiled, grid, device, (address, *strides, *lengths, *self._values))
