@@ -19,7 +19,7 @@ FORMATS: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 
 def split_method(method: str) -> tuple[str, dict[str, object]]:
-    """"name" or "name:preset" as a format name and settings for `make_format`."""
+    """A method, "name" or "name:preset", as a format name and settings for `make_format`."""
     name, colon, preset = method.partition(":")
     return name, {"preset": preset} if colon else {}
 

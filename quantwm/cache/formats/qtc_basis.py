@@ -76,9 +76,12 @@ def fit_basis(
     promises each, float64 [H] on the CPU.
 
     cov, metric: float64 [H, D, D], positive definite (metric None: the identity); mean [H, D];
-    budget: bits a token; rows: channels that may be coded, a multiple of 16.
+    budget: bits a token; rows: channels that may be coded, a multiple of 16. Raises LinAlgError
+    when there is none.
     """
     variances, synthesis = eigen_rows(cov, metric)
+    if not (torch.isfinite(variances).all() and torch.isfinite(synthesis).all()):
+        raise torch.linalg.LinAlgError("the statistics are not finite")
     blocks = variances[:, :rows].unflatten(1, (-1, BLOCK)).mean(-1).tolist()
     widths = [allocate(block, budget // BLOCK, max_width) for block in blocks]
     scaled = synthesis[:, :rows] * variances[:, :rows].sqrt().unsqueeze(-1)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats import qtc_basis
 from quantwm.cache.formats.qtc_basis import Basis
 from quantwm.cache.formats.qtc_metric import metric
@@ -191,12 +192,16 @@ class QtcLearner:
     def lesson(self, current: Lesson | None) -> Lesson | None:
         """The bases for the next chunk: the current ones, new ones, or none yet."""
         seen = min(slot.keys.count for slot in self.statistics)
-        if current is None:
-            return None if seen < self.coding.first_tokens else self._learn(1, seen)[0]
-        if seen < 2 * current.asked_at:
+        asked = self.coding.first_tokens if current is None else 2 * current.asked_at
+        if seen < asked:
             return current
-        renewed, expected = self._learn(current.generation + 1, seen)
-        if self._pays(current, renewed, expected, seen):
+        try:
+            renewed, expected = self._learn(1 if current is None else current.generation + 1, seen)
+        except torch.linalg.LinAlgError as failure:
+            kept = "codes without a basis" if current is None else "keeps its last basis"
+            note_fallback(f"qtc {kept}: no basis comes of {seen:,} tokens ({failure})")
+            return current
+        if current is None or self._pays(current, renewed, expected, seen):
             return renewed
         return replace(current, asked_at=seen)
 
