@@ -9,6 +9,7 @@ from quantwm.cache.formats import split_method
 from quantwm.cache.plan import MethodPlan, Workload, plan
 from quantwm.cli.common import emit, integer, names, number, say, table
 from quantwm.errors import UserError
+from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import world_spec
 
 DEFAULT_CENTROIDS = 256
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     world = parser.add_argument_group("or a world")
     world.add_argument("--world", help="a name that `worlds` lists")
-    world.add_argument("--frames", type=count, help="latent frames of history")
+    world.add_argument("--frames", type=count, help="video frames of history")
     world.add_argument("--resolution", metavar="WxH", help="the world's own by default")
     parser.add_argument("--methods", type=names, default=("bf16", "qvg", "quantwm"))
     parser.add_argument(
@@ -105,9 +106,9 @@ def _of_world(
     if given or arguments.frames is None:
         raise UserError("with --world give --frames N and, if need be, --span and --resolution")
     spec = world_spec(arguments.world)
-    own = "{}x{}".format(*spec.video_size)
-    if arguments.resolution not in (None, own):
-        raise UserError(f"{spec.name} runs at {own}, not at {arguments.resolution[:20]!r}")
+    per_frame = _tokens_per_frame(spec, arguments.resolution)
+    # the first latent frame is one video frame, every later one frames_per_latent
+    frames = -(-(arguments.frames - 1) // spec.frames_per_latent) + 1
     settings = {name: dict(found) for name, found in spec.format_settings.items()}
     if arguments.centroids is not None:
         for name in ("qvg", "quantwm"):
@@ -116,14 +117,26 @@ def _of_world(
         layers=spec.cache.layers * len(spec.cache.streams),
         heads=spec.cache.heads,
         head_dim=spec.cache.head_dim,
-        tokens=arguments.frames * spec.cache.tokens_per_frame,
-        span_tokens=arguments.span or spec.policy.span_tokens,
-        chunk_tokens=spec.cache.tokens_per_chunk,
+        tokens=frames * per_frame,
+        span_tokens=arguments.span
+        or spec.policy.span_tokens * per_frame // spec.cache.tokens_per_frame,
+        chunk_tokens=spec.cache.frames_per_chunk * per_frame,
         sink_tokens=arguments.sink_tokens,
         recent_tokens=arguments.recent_tokens,
         current_tokens=arguments.current_tokens,
     )
     return load, settings
+
+
+def _tokens_per_frame(spec: WorldSpec, resolution: str | None) -> int:
+    """Tokens of a latent frame at a resolution that the world runs at."""
+    sizes = {f"{w}x{h}": w * h for w, h in (spec.video_size, *spec.resolutions)}
+    own = spec.video_size[0] * spec.video_size[1]
+    if resolution is None:
+        return spec.cache.tokens_per_frame
+    if resolution not in sizes:
+        raise UserError(f"{spec.name} runs at {', '.join(sizes)}, not at {resolution[:20]!r}")
+    return spec.cache.tokens_per_frame * sizes[resolution] // own
 
 
 def _table(methods: Sequence[MethodPlan]) -> str:

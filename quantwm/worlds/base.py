@@ -46,6 +46,7 @@ class WorldSpec:
         keys: physical key name -> what it does, in words (the action map's legend).
         default_steps: denoising steps by device type ("cpu", "cuda").
         context_frames: latent frames that a start scene provides.
+        resolutions: other (width, height) that its weights were trained for.
     """
 
     name: str
@@ -62,6 +63,7 @@ class WorldSpec:
     keys: Mapping[str, str]
     default_steps: Mapping[str, int]
     context_frames: int
+    resolutions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Entry:
         steps: denoising steps in the notation of its schedule. shift: of the schedule.
         first_steps: other steps of the first chunk, empty where they are the same.
         parts: "transformer", "vae", and of "text", "tokenizer", "clip" those it needs.
-        mode: Matrix-Game-2's control mode.
+        mode: Matrix-Game-2's control mode. resolutions: other video sizes it was trained for.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Entry:
     compress_sink: bool = False
     agree: str = ""
     mode: str = ""
+    resolutions: tuple[tuple[int, int], ...] = ()
 
     @property
     def prompted(self) -> bool:
@@ -125,6 +126,7 @@ class Entry:
             keys=self.keys,
             default_steps={"cpu": self.step_count, "cuda": self.step_count},
             context_frames=0,
+            resolutions=self.resolutions,
         )
 
 
@@ -177,6 +179,7 @@ _LINGBOT_14B = Entry(
     window=18,
     sink=6,
     compress_sink=True,
+    resolutions=((1280, 720),),
     parts={
         "transformer": Part("robbyant/lingbot-world-v2-14b-causal-fast", "transformers"),
         "vae": Part("robbyant/lingbot-world-v2-14b-causal-fast", "Wan2.1_VAE.pth"),

@@ -93,6 +93,8 @@ def to_x0(x: torch.Tensor, flow: torch.Tensor, sigma: float) -> torch.Tensor:
 
 
 def add_noise(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
-    """(1 - sigma) * x0 + sigma * noise in FP32, rounded to the dtype of x0."""
-    s = torch.tensor(sigma, dtype=torch.float32, device=x0.device)
-    return ((1 - s) * x0.float() + s * noise.float()).to(x0.dtype)
+    """(1 - sigma) * x0 + sigma * noise in FP32, rounded to the dtype of x0.
+
+    Sigma is an FP32 number, so 1 - sigma in Python rounds to what FP32 subtraction gives.
+    """
+    return ((1 - sigma) * x0.float() + sigma * noise.float()).to(x0.dtype)
