@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -25,20 +27,51 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, default=8, help="chunks timed at each history")
     parser.add_argument("--steps", type=int, help="denoising steps; the world's default without")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--eager", action="store_true", help="op by op, without CUDA graphs")
+    parser.add_argument("--profile", action="store_true", help="also the ops that cost the most")
     parser.add_argument("--preset", default="shipped", help="of random weights, where none are")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     device = device_named(options.device)
     world, weights = _world(options, device)
-    rows = [_row(world, int(tokens), options) for tokens in options.history.split(",")]
-    return {
+    result: dict[str, Any] = {
         "benchmark": "frames",
         "weights": weights,
         "dtype": str(world.dtype),
         "hardware": hardware(device),
-        "rows": rows,
     }
+    _say(f"{result['hardware']['device']}, {world.dtype}, weights {weights[:12]}")
+    if device.type == "cuda" and isinstance(world, EmbeddedWorld):
+        result["ok"] = result["graphs_equal_eager"] = graphs_equal_eager(world)
+        _say(f"graphs give the bits of the ops one by one: {result['ok']}")
+        if options.eager:
+            world = world.without_graphs()
+    result["rows"] = []
+    for tokens in options.history.split(","):
+        result["rows"].append(_row(world, int(tokens), options))
+        _say(_lines(result["rows"][-1]))
+    return result
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def graphs_equal_eager(world: EmbeddedWorld, lanes: str = "bf16,quantwm", chunks: int = 3) -> bool:
+    """Whether every prediction and every frame is the same with graphs and op by op."""
+    runs = []
+    for each in (world, world.without_graphs()):
+        outcome: list[torch.Tensor] = []
+        with Engine(each, lanes_for(each.spec, lanes.split(",")), seed=1, steps=2) as engine:
+            engine.start()
+            for keys in itertools.islice(itertools.cycle(({"w"}, {"left"}, {"w", "d"})), chunks):
+                action = ChunkAction.held(frozenset(keys), each.spec.cache.frames_per_chunk)
+                block = engine.step(action)
+                for lane in block.lanes:
+                    outcome += [torch.from_numpy(lane.frames), *block.x0[lane.name]]
+        runs.append(outcome)
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 def _world(options: argparse.Namespace, device: torch.device) -> tuple[World, str]:
@@ -61,6 +94,7 @@ def _row(world: World, history: int, options: argparse.Namespace) -> dict[str, A
         block = engine.start()
         while block.lanes[0].tokens < kept:
             block = engine.step(action)
+            _say(f"  {block.lanes[0].tokens} tokens of history, {block.ms:.0f} ms a chunk")
         engine.step(action)
         seconds, by_lane = [], []
         for _ in range(options.chunks):
@@ -69,6 +103,7 @@ def _row(world: World, history: int, options: argparse.Namespace) -> dict[str, A
             seconds.append(time.perf_counter() - began)
             by_lane.append({lane.name: lane.ms for lane in block.lanes})
         split = _split(engine, action, world, options.chunks)
+        profile = _profile(engine, action) if options.profile else []
         explained, steps = engine.explain(), engine.steps
     ms = statistics.median(seconds) * 1e3
     frames = spec.cache.frames_per_chunk * spec.frames_per_latent
@@ -81,6 +116,7 @@ def _row(world: World, history: int, options: argparse.Namespace) -> dict[str, A
             name: round(statistics.median(lane[name] for lane in by_lane), 2) for name in by_lane[0]
         },
         "split_ms": split,
+        "profile": profile,
         "kernels": explained,
     }
 
@@ -106,17 +142,37 @@ def _split(engine: Engine, action: ChunkAction, world: World, chunks: int) -> di
     return {label: round(ms, 2) for label, ms in sorted(parts.items(), key=lambda p: -p[1])}
 
 
+def _profile(engine: Engine, action: ChunkAction, top: int = 25) -> list[dict[str, Any]]:
+    """The ops and launches of one chunk that cost the host the most, by their own time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    if engine.world.device.type == "cuda":
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as watched:
+        engine.step(action)
+    rows = sorted(watched.key_averages(), key=lambda row: -row.self_cpu_time_total)
+    return [
+        {"op": row.key, "calls": row.count, "self_ms": round(row.self_cpu_time_total / 1e3, 2)}
+        for row in rows[:top]
+    ]
+
+
 def table(result: dict[str, Any]) -> str:
-    lines = [f"{result['hardware']['device']}, weights {result['weights'][:12]}, {result['dtype']}"]
-    for row in result["rows"]:
-        lines.append(
-            f"{row['history_tokens']} tokens of history, {row['steps']} steps: {row['fps']} frames "
-            f"a second, {row['ms_per_chunk']} ms a chunk; by lane {row['lane_ms']}"
-        )
-        whole = sum(row["split_ms"].values())
-        lines += [
+    head = f"{result['hardware']['device']}, weights {result['weights'][:12]}, {result['dtype']}"
+    return "\n".join([head, *map(_lines, result["rows"])])
+
+
+def _lines(row: dict[str, Any]) -> str:
+    whole = sum(row["split_ms"].values())
+    lines = [
+        f"{row['history_tokens']} tokens of history, {row['steps']} steps: {row['fps']} frames "
+        f"a second, {row['ms_per_chunk']} ms a chunk; by lane {row['lane_ms']}",
+        *(
             f"    {label:26} {ms:9.2f} ms {ms / whole:6.1%}"
             for label, ms in row["split_ms"].items()
-        ]
-        lines.append(f"    {row['kernels']}")
+        ),
+        *(f"    {op['calls']:6} x {op['op'][:60]:60} {op['self_ms']} ms" for op in row["profile"]),
+        f"    {row['kernels']}",
+    ]
     return "\n".join(lines)

@@ -140,7 +140,8 @@ class Engine:
     def explain(self) -> str:
         """Which kernels run and why, and how much history is kept, one line."""
         limit = "the policy's window" if self.max_tokens is None else f"{self.max_tokens:,} tokens"
-        return f"{dispatch.explain(self.world.device)}; history limited to {limit}"
+        own = f"; {self.world.explain()}" if hasattr(self.world, "explain") else ""
+        return f"{dispatch.explain(self.world.device)}; history limited to {limit}{own}"
 
     def close(self) -> None:
         """Free the lanes' caches and the scratch. The world stays loaded; a second call is fine."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
@@ -24,8 +26,9 @@ from quantwm.worlds.base import (
 )
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
+from quantwm.worlds.embedded.graphs import CudaCapture, GraphedDecoder, GraphedTransformer
 from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
-from quantwm.worlds.embedded.rope import rope_split, rope_tables
+from quantwm.worlds.embedded.rope import ChunkTables, rope_split
 from quantwm.worlds.embedded.sampler import sample
 from quantwm.worlds.embedded.scenes import list_scenes, load_scene
 from quantwm.worlds.embedded.transformer import Attend, Transformer
@@ -72,8 +75,12 @@ def load(
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     assets: Path = ASSETS,
+    graphs: bool | None = None,
 ) -> EmbeddedWorld:
-    """Checks and loads the shipped weights. dtype None: BF16 on a GPU, the faster one on a CPU."""
+    """Checks and loads the shipped weights. dtype None: BF16 on a GPU, the faster one on a CPU.
+
+    graphs: as in `EmbeddedWorld`.
+    """
     device = torch.device(device)
     if dtype is None:
         dtype = pick_cpu_dtype() if device.type == "cpu" else torch.bfloat16
@@ -81,7 +88,7 @@ def load(
     manifest = read_manifest(assets / "embedded")
     transformer, autoencoder = load_models(manifest, device, dtype, progress)
     return EmbeddedWorld(
-        manifest.config, transformer, autoencoder, manifest.sha256, assets / "scenes"
+        manifest.config, transformer, autoencoder, manifest.sha256, assets / "scenes", graphs
     )
 
 
@@ -118,17 +125,49 @@ class EmbeddedWorld:
         autoencoder: Autoencoder,
         sha256: str,
         scenes: Path | None,
+        graphs: bool | None = None,
     ) -> None:
-        """Both models in inference mode on one device; scenes: folder of start scenes or None."""
+        """Both models in inference mode on one device; scenes: folder of start scenes or None.
+
+        graphs: replay CUDA graphs where shapes are fixed (None: on a GPU); the same numbers
+        either way. UserError where there is no GPU to replay them.
+        """
         self.config = config
         self.spec = world_spec(config)
         self.device = transformer.patch_in.weight.device
         self.dtype = transformer.patch_in.weight.dtype
         self._transformer, self._autoencoder = transformer, autoencoder
         self._sha256, self._scene_folder = sha256, scenes
-        # Both are pure functions of few arguments, asked for again in every pass and lane.
-        self._rope = functools.lru_cache(maxsize=8)(self._make_rope)
+        # A pure function of few arguments, asked for again in every lane.
         self._condition = functools.lru_cache(maxsize=256)(self._make_condition)
+        model = config.transformer
+        self._rope = ChunkTables(
+            model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta, self.device
+        )
+        self._graphed: tuple[GraphedTransformer, GraphedDecoder] | None = None
+        if self.device.type == "cuda" if graphs is None else graphs:
+            self._graphed = self._capture()
+
+    def _capture(self) -> tuple[GraphedTransformer, GraphedDecoder]:
+        if self.device.type != "cuda":
+            raise UserError(f"graphs need a CUDA device, the world is on {self.device}")
+        capture = CudaCapture(self.device)
+        shape = (self.spec.cache.frames_per_chunk, *self.spec.latent_shape)
+        return (
+            GraphedTransformer(self._transformer, (self._rope.cos, self._rope.sin), capture),
+            GraphedDecoder(self._autoencoder, shape, capture),
+        )
+
+    def without_graphs(self) -> EmbeddedWorld:
+        """The same weights, launched op by op: what the graphs are held to, bit for bit."""
+        models = self._transformer, self._autoencoder
+        return EmbeddedWorld(self.config, *models, self._sha256, self._scene_folder, graphs=False)
+
+    def explain(self) -> str:
+        """How passes and decoder are launched, a few words."""
+        if self._graphed is None:
+            return "world runs op by op"
+        return f"world replays {self.spec.cache.layers + 2} CUDA graphs"
 
     @classmethod
     def random(
@@ -137,6 +176,7 @@ class EmbeddedWorld:
         seed: int = 0,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        graphs: bool | None = None,
     ) -> EmbeddedWorld:
         """A world with random weights: same code, no files, nothing to see."""
         if preset not in PRESETS:
@@ -153,6 +193,7 @@ class EmbeddedWorld:
             finish(autoencoder.to(device, dtype), device),
             sha256=f"random-{preset}-{seed}",
             scenes=None,
+            graphs=graphs,
         )
 
     def scenes(self) -> Sequence[Scene]:
@@ -207,12 +248,13 @@ class EmbeddedWorld:
         vectors = action_map(action, expected[0])
         lane.cache.begin_chunk(lane.next_frame, expected[0])
         try:
-            latents, predictions = sample(
-                lambda x, sigma: self._pass(lane, x, sigma, vectors, clean=False),
-                noise.to(self.device),
-                steps,
-                self.config.sampler.shift,
-            )
+            with self._attention_kernels():
+                latents, predictions = sample(
+                    lambda x, sigma: self._pass(lane, x, sigma, vectors, clean=False),
+                    noise.to(self.device),
+                    steps,
+                    self.config.sampler.shift,
+                )
         finally:
             lane.cache.abort_chunk()
         return ChunkOutput(
@@ -226,7 +268,8 @@ class EmbeddedWorld:
         vectors = action_map(action, frames)
         lane.cache.begin_chunk(lane.next_frame, frames)
         try:
-            self._pass(lane, latents, 0.0, vectors, clean=True)
+            with self._attention_kernels():
+                self._pass(lane, latents, 0.0, vectors, clean=True)
             lane.cache.finalize_chunk()
         except BaseException:
             lane.cache.abort_chunk()
@@ -236,6 +279,8 @@ class EmbeddedWorld:
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
         """latents [frames, C, h, w] -> uint8 [frames, H, W, 3]."""
+        if self._graphed is not None and tuple(latents.shape) == self._graphed[1].shape:
+            return self._graphed[1](latents).to("cpu", copy=True).numpy()
         return to_bytes(self._autoencoder.decode(latents.to(self.device))).cpu().numpy()
 
     def weight_bytes(self) -> int:
@@ -257,20 +302,25 @@ class EmbeddedWorld:
         clean: bool,
     ) -> torch.Tensor:
         shared, head = self._condition(sigma, vectors)
-        cos, sin = self._rope(lane.next_frame)
+        cos, sin = self._rope.seek(lane.next_frame)
 
         def attend_at(layer: int) -> Attend:
             attend: Callable[..., torch.Tensor] = lane.cache.attend
             return functools.partial(attend, layer, clean=clean)
 
+        if self._graphed is not None:
+            return self._graphed[0](latents, shared, head, attend_at)
         return self._transformer(latents, shared, head, cos, sin, attend_at)
 
-    def _make_rope(self, first_frame: int) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self.config.transformer
-        return rope_tables(
-            first_frame, model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta,
-            self.device,
-        )  # fmt: skip
+    def _attention_kernels(self) -> contextlib.AbstractContextManager[None]:
+        """On a GPU without cuDNN's attention: it plans anew for every length of history, 0.5 ms
+        of the host for each of 150 calls a chunk. Entered once a chunk and lane, since entering
+        costs as much as a launch."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        )
 
     def _make_condition(
         self, sigma: float, vectors: tuple[KeyVector, ...]

@@ -35,23 +35,70 @@ def rope_tables(
     Angles are built in float64: frame 100,000 times frequency 1 keeps every digit that float32
     can hold of a cosine, so a long rollout sees the same rotations as a short one.
     """
-    rows, columns = grid
-    positions = (
-        torch.arange(first_frame, first_frame + frames, dtype=torch.float64),
-        torch.arange(rows, dtype=torch.float64),
-        torch.arange(columns, dtype=torch.float64),
-    )
-    parts = []
-    for axis, (position, channels) in enumerate(zip(positions, rope_split(head_dim), strict=True)):
-        exponent = torch.arange(0, channels, 2, dtype=torch.float64) / channels
-        angles = position[:, None] * theta**-exponent
-        shape = [1, 1, 1, channels // 2]
-        shape[axis] = len(position)
-        parts.append(angles.view(shape).expand(frames, rows, columns, channels // 2))
-    angles = torch.cat(parts, dim=-1).reshape(frames * rows * columns, head_dim // 2)
-    cos = angles.cos().repeat_interleave(2, dim=-1)
-    sin = torch.stack((-angles.sin(), angles.sin()), dim=-1).flatten(-2)
-    return cos.float().to(device), sin.float().to(device)
+    starts, counts = (first_frame, 0, 0), (frames, *grid)
+    parts = [
+        axis_tables(start, count, channels, theta)
+        for start, count, channels in zip(starts, counts, rope_split(head_dim), strict=True)
+    ]
+    tables = []
+    for kind in (0, 1):
+        spread = []
+        for axis, part in enumerate(parts):
+            shape = [1, 1, 1, part[kind].shape[1]]
+            shape[axis] = counts[axis]
+            spread.append(part[kind].view(shape).expand(*counts, -1))
+        tables.append(torch.cat(spread, dim=-1).reshape(-1, head_dim).to(device))
+    return tables[0], tables[1]
+
+
+def axis_tables(
+    start: int, count: int, channels: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines of one axis at start, start + 1, ...: float32 [count, channels]."""
+    exponent = torch.arange(0, channels, 2, dtype=torch.float64) / channels
+    position = torch.arange(start, start + count, dtype=torch.float64)
+    angles = position[:, None] * theta**-exponent
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
+
+
+class ChunkTables:
+    """The tables of the chunk at hand, in memory that stays where it is.
+
+    CUDA graphs read that memory; only the channels of the frame axis change from chunk to chunk,
+    and those come from a table of the next `AHEAD` frames on the device.
+    """
+
+    AHEAD = 1024  # frames; 360 KB with 44 channels, made anew every 256 chunks of 4 frames
+
+    def __init__(
+        self,
+        frames: int,
+        grid: tuple[int, int],
+        head_dim: int,
+        theta: float,
+        device: torch.device | str,
+    ) -> None:
+        self.cos, self.sin = rope_tables(0, frames, grid, head_dim, theta, device)
+        self._frames, self._grid, self._theta = frames, grid, theta
+        self._channels = rope_split(head_dim)[0]
+        self._at = 0
+        self._known_from = 0
+        self._known: tuple[torch.Tensor, ...] = ()
+
+    def seek(self, first_frame: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin of the chunk that begins at first_frame: what `rope_tables` gives, in place."""
+        if first_frame != self._at:
+            offset = first_frame - self._known_from
+            if not self._known or not 0 <= offset <= self.AHEAD - self._frames:
+                made = axis_tables(first_frame, self.AHEAD, self._channels, self._theta)
+                self._known = tuple(table.to(self.cos.device) for table in made)
+                self._known_from, offset = first_frame, 0
+            for table, known in zip((self.cos, self.sin), self._known, strict=True):
+                turned = table.view(self._frames, *self._grid, -1)[..., : self._channels]
+                turned.copy_(known[offset : offset + self._frames, None, None])
+            self._at = first_frame
+        return self.cos, self.sin
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

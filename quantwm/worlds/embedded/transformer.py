@@ -79,16 +79,28 @@ class Block(nn.Module):
 
         `modulation` is the shared projection plus this block's table.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.unsqueeze(-2).unbind(-3)
-        dtype = self.q.weight.dtype
-        y = modulated_norm(x, shift1, scale1, dtype).flatten(-3, -2)
-        q = self._heads(self.q_norm(self.q(y)))
-        k = self._heads(self.k_norm(self.k(y)))
-        v = self._heads(self.v(y))
-        y = attend(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)
-        y = self.o(y.transpose(-3, -2).flatten(-2))
+        q, k, v = self.before(x, modulation, cos, sin)
+        return self.after(x, attend(q, k, v), modulation)
+
+    def before(
+        self, x: torch.Tensor, modulation: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Everything up to the attention: q, k (turned), v, each contiguous [..., heads, tokens,
+        head_dim]; the cache copies, encodes and multiplies them, which strides would slow down."""
+        shift, scale = modulation.unsqueeze(-2).unbind(-3)[:2]
+        y = modulated_norm(x, shift, scale, self.q.weight.dtype).flatten(-3, -2)
+        q = apply_rope(self._heads(self.q_norm(self.q(y))), cos, sin)
+        k = apply_rope(self._heads(self.k_norm(self.k(y))), cos, sin)
+        return q.contiguous(), k.contiguous(), self._heads(self.v(y)).contiguous()
+
+    def after(
+        self, x: torch.Tensor, attended: torch.Tensor, modulation: torch.Tensor
+    ) -> torch.Tensor:
+        """Everything from the attention's output [..., heads, tokens, head_dim] on."""
+        gate1, shift2, scale2, gate2 = modulation.unsqueeze(-2).unbind(-3)[2:]
+        y = self.o(attended.transpose(-3, -2).flatten(-2))
         x = add_gated(x, y.unflatten(-2, x.shape[-3:-1]), gate1)
-        y = modulated_norm(x, shift2, scale2, dtype)
+        y = modulated_norm(x, shift2, scale2, self.up.weight.dtype)
         y = self.down(F.gelu(self.up(y), approximate="tanh"))
         return add_gated(x, y, gate2)
 
@@ -176,10 +188,20 @@ class Transformer(nn.Module):
         attend_at: layer -> its attention. (Not one function of the layer: the compiler would then
         build every block of the training run anew.)
         """
-        x = self.patch_in(self.patchify(latents).to(self.patch_in.weight.dtype))
-        x = x.to(residual_dtype)
+        x = self.enter(latents, residual_dtype)
         for layer, block in enumerate(self.blocks):
             x = block(x, shared + block.table.float(), cos, sin, attend_at(layer))
+        return self.leave(x, head)
+
+    def enter(
+        self, latents: torch.Tensor, residual_dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Latents [..., frames, C, H, W] -> residual stream [..., frames, tokens, width]."""
+        x = self.patch_in(self.patchify(latents).to(self.patch_in.weight.dtype))
+        return x.to(residual_dtype)
+
+    def leave(self, x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """Residual stream -> clean prediction, float32, shaped as latents."""
         shift, scale = (head + self.head_table.float()).unsqueeze(-2).unbind(-3)
         y = modulated_norm(x, shift, scale, self.patch_out.weight.dtype)
         return self.unpatchify(self.patch_out(y).float())

@@ -1,0 +1,127 @@
+"""CUDA graphs of all that does not depend on the history's length: one launch for 40 to 90 ops.
+
+Between two attentions everything has one shape, whatever the lane and however long its history:
+output projection, gates, norms, feed-forward, the next block's projections and RoPE. One H200
+behind a slow host spent 268 ms on a chunk in three lanes and was busy for 27 ms of it: 9,061
+launches. A pass is layers + 1 graphs here, and the attention between them goes to the lane's
+cache. The static tensors belong to one world and are shared by its lanes, which take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
+from quantwm.worlds.embedded.transformer import Attend, Transformer
+
+Segment = Callable[[], tuple[torch.Tensor, ...]]
+"""Reads static tensors, returns new ones; must not wait for the device."""
+Captured = tuple[tuple[torch.Tensor, ...], Callable[[], None]]
+"""A segment's static outputs, and what fills them anew from its static inputs."""
+Capture = Callable[[Segment], Captured]
+
+WARM_UPS = 2
+
+
+class CudaCapture:
+    """Captures segments into CUDA graphs that share one memory pool.
+
+    They may share it because they are replayed in the order of their capture, one at a time, and
+    every tensor that a later segment reads is held by whoever captured it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, segment: Segment) -> Captured:
+        # Libraries make their handles and workspaces at first use, which a capture cannot hold.
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for _ in range(WARM_UPS):
+                segment()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what another thread does meanwhile (the page reads memory) is no fault.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            outputs = segment()
+        return outputs, graph.replay
+
+
+class GraphedTransformer:
+    """`Transformer.forward` for chunks of one shape, with the attention outside of the graphs."""
+
+    def __init__(
+        self, model: Transformer, tables: Sequence[torch.Tensor], capture: Capture
+    ) -> None:
+        """tables: the RoPE tables cos and sin, whose memory holds the chunk's at every call."""
+        config, weight = model.config, model.patch_in.weight
+        frames, width = config.frames_per_chunk, config.width
+        like = {"device": weight.device, "dtype": torch.float32}
+        self._latents = torch.zeros(frames, *config.latent_shape, **like)
+        self._shared = torch.zeros(frames, 6, width, **like)
+        self._head = torch.zeros(frames, 1, width, **like)
+        self._attended = torch.zeros(
+            config.heads, config.tokens_per_chunk, config.head_dim,
+            device=weight.device, dtype=weight.dtype,
+        )  # fmt: skip
+        self._model, self._tables = model, tuple(tables)
+        self._parts: list[Captured] = []
+        with torch.no_grad():
+            for layer in range(config.layers + 1):
+                self._parts.append(capture(lambda layer=layer: self._segment(layer)))
+
+    def __call__(
+        self,
+        latents: torch.Tensor,
+        shared: torch.Tensor,
+        head: torch.Tensor,
+        attend_at: Callable[[int], Attend],
+    ) -> torch.Tensor:
+        """As `Transformer.forward`; q, k and v are valid until the next call, so attend copies."""
+        self._latents.copy_(latents)
+        self._shared.copy_(shared)
+        self._head.copy_(head)
+        for layer, ((_, *qkv), replay) in enumerate(self._parts[:-1]):
+            replay()
+            self._attended.copy_(attend_at(layer)(*qkv))
+        (prediction,), replay = self._parts[-1]
+        replay()
+        return prediction.clone()
+
+    def _segment(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """Block layer - 1 after its attention, then block `layer` before its own: x, q, k, v."""
+        model, blocks = self._model, self._model.blocks
+        if layer == 0:
+            x = model.enter(self._latents)
+        else:
+            x = self._parts[layer - 1][0][0]
+            x = blocks[layer - 1].after(x, self._attended, self._modulation(layer - 1))
+        if layer == len(blocks):
+            return (model.leave(x, self._head),)
+        return x, *blocks[layer].before(x, self._modulation(layer), *self._tables)
+
+    def _modulation(self, layer: int) -> torch.Tensor:
+        return self._shared + self._model.blocks[layer].table.float()
+
+
+class GraphedDecoder:
+    """Latents of one chunk to pictures in bytes, in one graph."""
+
+    def __init__(self, model: Autoencoder, shape: Sequence[int], capture: Capture) -> None:
+        """shape: [frames, C, h, w] of a chunk."""
+        self.shape = tuple(shape)
+        self._latents = torch.zeros(self.shape, device=model.latent_mean.device)
+        with torch.no_grad():
+            (self._bytes,), self._replay = capture(lambda: (to_bytes(model.decode(self._latents)),))
+
+    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+        """uint8 [frames, H, W, 3], valid until the next call."""
+        self._latents.copy_(latents)
+        self._replay()
+        return self._bytes
