@@ -4,15 +4,53 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 
+class _Silent:
+    """A logger whose every method takes anything and says nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+SILENT: dict[str, dict[str, Any]] = {
+    "loguru": {"logger": _Silent()},
+    "termcolor": {"cprint": lambda *args, **kwargs: None},
+}
+"""What the peer prints with. None of it computes, so that its code runs as published without."""
+
+
+@contextmanager
+def silent_where_missing() -> Iterator[list[str]]:
+    """The modules of SILENT that are not installed, standing in while it lasts; their names."""
+    stood_in = []
+    for name, attributes in SILENT.items():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            module = ModuleType(name)
+            vars(module).update(attributes)
+            sys.modules[name] = module
+            stood_in.append(name)
+    try:
+        yield stood_in
+    finally:
+        for name in stood_in:
+            del sys.modules[name]
+
+
 class QuantVideoGen:
-    """svg-project/Quant-VideoGen: its packed INT2 path with one stage and groups of 64."""
+    """svg-project/Quant-VideoGen: its packed INT2 path with one stage and groups of 64.
+
+    stood_in: modules for printing that were missing and stood in for, so that nothing is printed.
+    """
 
     def __init__(self, checkout: Path, centroids: int, group_size: int, iterations: int) -> None:
         """ImportError when the folder does not hold the package or one of its needs is missing."""
@@ -20,7 +58,8 @@ class QuantVideoGen:
             raise ImportError(f"no quant_videogen package in {checkout}")
         sys.path.insert(0, str(checkout))
         try:
-            package: Any = importlib.import_module("quant_videogen")
+            with silent_where_missing() as self.stood_in:
+                package: Any = importlib.import_module("quant_videogen")
         finally:
             sys.path.remove(str(checkout))
         self._package = package
