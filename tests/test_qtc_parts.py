@@ -76,6 +76,13 @@ def test_codes_name_the_nearest_level(bits: int) -> None:
     assert torch.equal(qtc_levels.quantize(x, bits).long(), nearest)
 
 
+def test_look_up_of_pairs_is_the_table() -> None:
+    places = torch.arange(128, dtype=torch.uint8).view(8, 16)
+    expected = qtc_levels.table(CPU)[places.long()]
+    assert torch.equal(qtc_levels.look_up(places), expected)
+    assert torch.equal(qtc_levels.look_up(places.flip(1)), expected.flip(1))
+
+
 # Bit planes.
 
 
@@ -93,7 +100,9 @@ def test_unpacking_undoes_packing(widths: list[int], tokens: int, seed: int) -> 
     packed = qtc_planes.pack(codes, ordered)
     assert packed.shape == (tokens, 2 * sum(ordered))
     coded = 16 * qtc_planes.blocks_in_plane(ordered, 0)
-    assert torch.equal(qtc_planes.unpack(packed, ordered)[:, :coded], codes[:, :coded])
+    assert torch.equal(qtc_planes.unpack(packed, ordered), codes[:, :coded])
+    places = torch.tensor([2**w for w in ordered if w], dtype=torch.uint8).repeat_interleave(16)
+    assert torch.equal(qtc_planes.unpack(packed, ordered, first=1), codes[:, :coded] + places)
 
 
 def test_a_channel_s_bits_lie_where_the_layout_says() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -95,6 +96,7 @@ DISTORTIONS = (1.0, *(distortion(half) for half in HALF_LEVELS))
 """Of a unit Gaussian coded with 0 .. 6 bits."""
 
 
+@lru_cache(maxsize=8)
 def table(device: torch.device) -> Tensor:
     """All levels behind each other, float32 [128]; level 2**b + code is that of a b-bit code.
 
@@ -105,6 +107,24 @@ def table(device: torch.device) -> Tensor:
     return torch.cat(rows).to(device)
 
 
+@lru_cache(maxsize=8)
+def pair_table(device: torch.device) -> Tensor:
+    """Two levels at once, complex64 [2**15]: of the bytes of a 16-bit word, low one first."""
+    levels = table(device)
+    high, low = torch.meshgrid(levels, levels, indexing="ij")
+    pairs = torch.zeros(128, 256, dtype=torch.complex64, device=device)
+    pairs[:, :128] = torch.complex(low, high)
+    return pairs.flatten()
+
+
+def look_up(places: Tensor) -> Tensor:
+    """Levels at places of `table`. uint8 [N, even] -> float32 of the same shape."""
+    words = places.contiguous().view(torch.int16)
+    levels = pair_table(places.device).index_select(0, words.flatten().int())
+    return torch.view_as_real(levels).view(places.shape)
+
+
+@lru_cache(maxsize=64)
 def borders(bits: int, device: torch.device) -> Tensor:
     """Values at which the code changes, float32 [2**bits - 1]."""
     half = HALF_LEVELS[bits - 1]
@@ -114,4 +134,11 @@ def borders(bits: int, device: torch.device) -> Tensor:
 
 def quantize(x: Tensor, bits: int) -> Tensor:
     """Code of the nearest level. x: float32, any shape -> uint8; the lower one on a tie."""
-    return torch.bucketize(x.contiguous(), borders(bits, x.device)).to(torch.uint8)
+    edges = borders(bits, x.device)
+    if bits > 3:
+        return torch.bucketize(x.contiguous(), edges).to(torch.uint8)
+    # Up to 7 comparisons take less than a binary search does.
+    codes = (x > edges[0]).to(torch.uint8)
+    for edge in edges[1:]:
+        codes += x > edge
+    return codes

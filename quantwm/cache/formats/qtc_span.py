@@ -76,14 +76,17 @@ class QtcSpan:
             positions=self.positions and self.positions.select(keep),
         )
 
-    def unrotated(self, start: int, stop: int) -> Tensor:
-        """Tokens start..stop-1 without their rotation, float32 [H, stop - start, D]."""
+    def unrotated(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Tokens start..stop-1 without their rotation, float32 [H, stop - start, D].
+
+        dtype: of the product with the rows.
+        """
         head_dim = self.mean_codes.shape[2]
         codes, gains = self.codes[:, start:stop], self.gains[:, start:stop]
         if self.basis is None:
             x = qtc_coder.decode_plain(codes, gains, head_dim)
         else:
-            x = qtc_coder.decode_in_basis(codes, gains, self.basis)
+            x = qtc_coder.decode_in_basis(codes, gains, self.basis, dtype)
         first = 0
         means = self.means()
         for chunk, tokens in enumerate(self.chunk_tokens):
@@ -102,7 +105,7 @@ class QtcSpan:
 
     def decode_into(self, out: Tensor, offset: int, start: int, stop: int) -> None:
         """Tokens start..stop-1 to out[:, offset : offset + stop - start], [H, capacity, D]."""
-        x = self.unrotated(start, stop)
+        x = self.unrotated(start, stop, out.dtype)
         if self.rope is not None and self.positions is not None:
             rotate_(x, turns(self.rope, self.positions, start, stop, x.device))
         out[:, offset : offset + stop - start] = x
