@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantwm.cache.formats import FORMATS, QueryGuide, make_format
 from quantwm.cache.formats.base import Codebook, Format
-from quantwm.cache.formats.correction import Correction
+from quantwm.cache.formats.correction import Correction, kept_rows
 from quantwm.errors import UserError
 
 HEADS, CHANNELS = 2, 32
@@ -201,7 +201,7 @@ def test_sparse_rows_hold_what_dense_ones_hold(seed: int, count: int, share: flo
     codes = torch.randint(-127, 128, (HEADS, count, 4), generator=generator, dtype=torch.int8)
     basis = torch.zeros(HEADS, CHANNELS, 4, dtype=torch.bfloat16)
     dense = Correction(0, count, basis, codes * kept.unsqueeze(-1), scales * kept, None)
-    smallest = dense.smallest(int(dense.kept_rows()))
+    smallest = dense.smallest(*kept_rows([dense]))
     assert smallest.nbytes() <= dense.nbytes() == dense.dense_bytes()
     assert (smallest.mask is not None) == (
         int(kept.sum()) * 6 + HEADS * -(-count // 8) < dense.dense_bytes()

@@ -7,6 +7,7 @@ they are (the paper says "rows and indices"; a bit a token is less than any inde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,10 +54,6 @@ class Correction:
             mask=None,
         )
 
-    def kept_rows(self) -> Tensor:
-        """Rows of the dense form that correct anything, int64 scalar on the device."""
-        return (self.row_scales != 0).sum()
-
     def smallest(self, kept: int) -> Correction:
         """The dense form or, when `kept` rows and the mask take less, the sparse one."""
         heads, rank = self.basis.shape[0], self.basis.shape[2]
@@ -88,6 +85,20 @@ class Correction:
             row_scales=dense.row_scales.index_select(1, rows),
         )
 
+    def cut(self, start: int, stop: int) -> Correction | None:
+        """Of the span's tokens start .. stop - 1."""
+        first, last = max(start, self.first), min(stop, self.first + self.count)
+        if first >= last:
+            return None
+        dense, rows = self.dense(), slice(first - self.first, last - self.first)
+        return replace(
+            dense,
+            first=first - start,
+            count=last - first,
+            coefficients=dense.coefficients[:, rows].clone(memory_format=torch.contiguous_format),
+            row_scales=dense.row_scales[:, rows].clone(memory_format=torch.contiguous_format),
+        )
+
     def row_tensors(self) -> tuple[Tensor, ...]:
         rows = (self.coefficients, self.row_scales)
         return rows if self.mask is None else (*rows, self.mask)
@@ -97,6 +108,14 @@ class Correction:
 
     def nbytes(self) -> int:
         return storage_bytes(self.row_tensors())
+
+
+def kept_rows(corrections: Sequence[Correction]) -> list[int]:
+    """Rows of each dense form that correct anything; one host sync for all."""
+    scales = [c.row_scales for c in corrections]
+    if len({s.shape for s in scales}) == 1:
+        return torch.stack(scales).flatten(1).count_nonzero(1).tolist()
+    return torch.stack([s.count_nonzero() for s in scales]).tolist()
 
 
 def join_corrections(

@@ -8,9 +8,11 @@ head two BF16 codebooks and one BF16 basis.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Generator, Tensor
@@ -24,7 +26,7 @@ from quantwm.cache.formats.base import (
     check_group,
     storage_bytes,
 )
-from quantwm.cache.formats.correction import Correction, join_corrections
+from quantwm.cache.formats.correction import Correction, join_corrections, kept_rows
 from quantwm.cache.formats.qvg import fit_codebook, require_codebook, select_tokens
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
@@ -191,6 +193,11 @@ class QuantWMFormat:
 
     def select(self, span: QuantWMSpan, keep: slice | Tensor) -> QuantWMSpan:
         tokens, groups = self.tokens(span), span.scales.shape[2]
+        if isinstance(keep, slice):
+            start, stop, _ = keep.indices(tokens)
+            ends = stop == tokens or stop * groups % CODES_PER_BYTE == 0
+            if start < stop and start * groups % CODES_PER_BYTE == 0 and ends:
+                return self._cut(span, start, stop)
         kept = torch.arange(tokens)[keep] if isinstance(keep, slice) else keep
         stops = torch.tensor(span.chunk_tokens).cumsum(0)
         counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
@@ -210,16 +217,35 @@ class QuantWMFormat:
             correction=None if correction is None else correction.select(kept),
         )
 
+    def _cut(self, span: QuantWMSpan, start: int, stop: int) -> QuantWMSpan:
+        """Tokens start .. stop - 1 where zeros begin and end with a byte: copies, no host sync."""
+        groups, keep = span.scales.shape[2], slice(start, stop)
+        stops = list(accumulate(span.chunk_tokens))
+        chunks = slice(bisect_right(stops, start), bisect_left(stops, stop) + 1)
+        kept_stops = [min(s, stop) - start for s in stops[chunks]]
+        zeros = slice(start * groups // CODES_PER_BYTE, bytes_of_codes(stop * groups))
+        return QuantWMSpan(
+            codes=select_tokens(span.codes, keep),
+            ids=select_tokens(span.ids, keep),
+            scales=select_tokens(span.scales, keep),
+            secondary=select_tokens(span.secondary, chunks),
+            chunk_stops=(span.chunk_stops[chunks] - start).clamp_(max=stop - start),
+            chunk_tokens=tuple(b - a for a, b in pairwise((0, *kept_stops))),
+            zeros=select_tokens(span.zeros, zeros),
+            codebook=span.codebook,
+            correction=span.correction and span.correction.cut(start, stop),
+        )
+
     def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
         """PSAC rows dense or sparse, whichever is smaller (App. D.1)."""
         dense = [
             replace(s, correction=s.correction.dense()) if s.correction is not None else s
             for s in spans
         ]
-        kept = [s.correction.kept_rows() for s in dense if s.correction is not None]
-        if not kept:
+        corrections = [s.correction for s in dense if s.correction is not None]
+        if not corrections:
             return dense
-        counts = iter(torch.stack(kept).tolist())
+        counts = iter(kept_rows(corrections))
         return [
             replace(s, correction=s.correction.smallest(next(counts)))
             if s.correction is not None
