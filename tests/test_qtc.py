@@ -485,3 +485,11 @@ def test_streams_learn_apart() -> None:
         cache.finalize_chunk()
     ours, theirs = (cache._learner.statistics[slot].keys.mean for slot in range(2))
     assert float((ours - theirs).norm()) > 1.0
+
+
+def test_each_ingredient_can_be_left_out_and_is_worth_something() -> None:
+    """Turned keys that queries see unevenly: every preset without one ingredient does worse."""
+    whole = Lane().run(Source(seed=5), 14).logit_error(Source(seed=5), last=10 * 24)
+    for preset in ("without-unrotation", "without-queries", "without-averaging"):
+        part = Lane(preset=preset).run(Source(seed=5), 14)
+        assert part.logit_error(Source(seed=5), last=10 * 24) > 1.02 * whole

@@ -48,6 +48,8 @@ class QtcConfig:
             without (2 bits an element), since fewer do not determine a covariance.
         horizon_frames: over which relative positions a query may read, in latent frames; at most
             the cache's window.
+        unrotate, weigh, average: to measure what each is worth: keys un-rotated, errors weighed by
+            past queries, those averaged over relative positions.
     """
 
     key_bits: float = 2.0
@@ -58,6 +60,9 @@ class QtcConfig:
     value_width: int = 5
     basis_after: float = 3.0
     horizon_frames: int = 64
+    unrotate: bool = True
+    weigh: bool = True
+    average: bool = True
 
     def __post_init__(self) -> None:
         for role in ("key", "value"):
@@ -82,8 +87,12 @@ PRESETS = {
     "small": QtcConfig(key_bits=1.375, value_bits=1.375, key_rows=0.625, value_rows=0.625),
     "medium": QtcConfig(),
     "large": QtcConfig(key_bits=2.75, value_bits=2.125, key_rows=0.875),
+    "without-unrotation": QtcConfig(unrotate=False),
+    "without-queries": QtcConfig(weigh=False),
+    "without-averaging": QtcConfig(average=False),
 }
-"""About 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072 tokens a basis."""
+"""small, medium, large: about 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072
+tokens a basis. The others are medium without one ingredient, for docs/beyond.md."""
 
 
 class QtcFormat:
@@ -119,10 +128,12 @@ class QtcFormat:
             budgets=(self._budget("keys", head_dim), self._budget("values", head_dim)),
             rows=(self._rows("keys", head_dim), self._rows("values", head_dim)),
             max_widths=(config.key_width, config.value_width),
-            horizon_frames=horizon,
+            horizon_frames=horizon if config.average else 0,
+            weigh=config.weigh,
             first_tokens=math.ceil(config.basis_after * head_dim),
         )
         empty = SlotStatistics.empty(device)
+        rope = rope if config.unrotate else None
         return QtcLearner(coding, rope, (empty,) * slots, window * tokens_per_frame)
 
     def _rows(self, role: Role, head_dim: int) -> int:

@@ -29,12 +29,14 @@ KEY_SHRINKAGE, VALUE_SHRINKAGE = 0.05, 0.03
 @dataclass(frozen=True)
 class Coding:
     """What a basis is made to: bits a token, channels that may be coded, most bits of a channel,
-    keys then values; and the tokens seen before the first one."""
+    keys then values; the relative positions that its metric is averaged over (none at 0); whether
+    it weighs by queries at all; and the tokens seen before the first one."""
 
     budgets: tuple[int, int]
     rows: tuple[int, int]
     max_widths: tuple[int, int]
     horizon_frames: int
+    weigh: bool
     first_tokens: int
 
 
@@ -147,7 +149,7 @@ class QtcLearner:
         the measured error; None while they stay BF16.
         """
         keys, queries = k.float(), None
-        if q is not None and (self.rope is None or q.shape[1] == k.shape[1]):
+        if q is not None and self.coding.weigh and (self.rope is None or q.shape[1] == k.shape[1]):
             queries = q.float()
         if self.rope is not None and self.rope.baked:
             turn = turns(self.rope, positions, 0, positions.count, k.device)

@@ -65,9 +65,10 @@ def metric(moment: Tensor, layout: RopeLayout | None, horizon: int) -> Tensor:
     """Positive definite metric of key errors, float64 [..., D, D], mean diagonal 1 + RIDGE.
 
     moment: sum or mean of q0 q0^T, float [..., D, D]; a head that saw no query gets the identity.
+    horizon: latent frames of `mean_over_offsets`; 0 leaves the moment as it is.
     """
     moment = moment.double()
-    if layout is not None and sum(layout.split):
+    if layout is not None and sum(layout.split) and horizon:
         moment = mean_over_offsets(moment, layout, horizon)
     moment = (moment + moment.transpose(-1, -2)) / 2
     eye = torch.eye(moment.shape[-1], dtype=torch.float64, device=moment.device)
