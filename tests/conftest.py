@@ -1,9 +1,11 @@
-"""Shared fixtures: deterministic hypothesis, the optional folder of recorded tensors, GPU skipping."""
+"""Shared fixtures: deterministic hypothesis, optional recorded tensors, GPU skipping."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as quantwm does
 
 import pytest
 import torch
