@@ -9,7 +9,13 @@ from quantwm.cache.plan import plan_lanes
 from quantwm.cli.common import emit, say, table
 from quantwm.errors import UserError
 from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
-from quantwm.worlds.registry import WORLDS, world_presence, world_scenes, world_spec
+from quantwm.worlds.registry import (
+    WORLDS,
+    world_presence,
+    world_scenes,
+    world_spec,
+    world_terms,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +64,7 @@ def _describe(name: str) -> dict[str, Any]:
         "title": spec.title,
         "licence": spec.licence,
         "source": spec.source,
+        "terms": world_terms(name),
         "present": presence.present,
         "where": presence.where,
         "problem": presence.problem,

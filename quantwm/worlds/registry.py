@@ -75,6 +75,20 @@ def world_presence(name: str) -> Presence:
     return _module(name).presence()
 
 
+def world_terms(name: str) -> str:
+    """What a person must agree to before the weights are downloaded; "" where they are free."""
+    found = getattr(_module(name), "terms", None)
+    return "" if found is None else found()
+
+
+def download_world(name: str, agreed: bool, progress: Progress | None = None) -> None:
+    """Fetch a world's files; UserError where terms are not agreed to, or nothing is to be had."""
+    found = getattr(_module(name), "download", None)
+    if found is None:
+        raise UserError(f"the world {name} is not downloaded; it comes with the repository")
+    found(agreed, progress)
+
+
 def load_world(name: str, device: torch.device | str, progress: Progress | None = None) -> World:
     """Load a world's weights, checked against their hashes. UserError when that fails."""
     return _module(name).load_world(torch.device(device), progress)

@@ -44,6 +44,12 @@ class WanModule:
         needed = needs(self.entry, formats=())
         return replace(found, weight_bytes=sum(needed.weights.values()) + needed.text_encoder)
 
+    def terms(self) -> str:
+        return self.entry.agree
+
+    def download(self, agreed: bool, progress: Progress | None) -> None:
+        files.download(self.entry, agreed, progress)
+
     def load_world(self, device: torch.device, progress: Progress | None) -> World:
         """Load transformer, autoencoder and image encoder; the text encoder comes with a prompt."""
         files.require(self.entry)
