@@ -112,14 +112,15 @@ def test_rates_rise_stay_and_fall():
 
 
 def test_recorded_frames_repeat_and_follow_the_keys(engine, tmp_path):
-    for run in ("a", "b"):
-        recorder = Recorder([3, 4], 24, tmp_path / run, processes=2)
+    # Map 3 in company and alone; an engine's start is what this test costs.
+    for run, seeds in (("a", [3, 4]), ("b", [3])):
+        recorder = Recorder(seeds, 16, tmp_path / run, processes=1)
         recorder.wait(60)
         assert recorder.given_up == []
     episodes = [load_episode(episode_path(tmp_path / run, 3)) for run in ("a", "b")]
     assert np.array_equal(episodes[0].frames, episodes[1].frames)
     frames, keys = episodes[0].frames, episodes[0].keys
-    assert frames.shape == (24, 96, 128, 3) and keys.shape == (24, 6) and frames.std() > 5
+    assert frames.shape == (16, 96, 128, 3) and keys.shape == (16, 6) and frames.std() > 5
     turning = np.flatnonzero(keys[:, 4] ^ keys[:, 5])
     still = np.abs(frames[turning].astype(int) - frames[turning - 1]).mean()
     assert len(turning) and still > 1
@@ -129,10 +130,10 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
     plan = replace(
         PLANS["quick"],
         episodes=2,
-        length=24,
+        length=16,
         first_episodes=1,
         unseen_episodes=1,
-        unseen_length=16,
+        unseen_length=8,
         save_every_minutes=10,
         finish_minutes=0.05,
         autoencoder=replace(PLANS["quick"].autoencoder, batch=4, max_steps=2),
@@ -143,12 +144,12 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
             log_every=1,
         ),
         check=EvaluationConfig(context_chunks=1, rollout_frames=4, episodes=1, steps=1),
-        final=EvaluationConfig(context_chunks=1, rollout_frames=8, episodes=1, steps=1),
+        final=EvaluationConfig(context_chunks=1, rollout_frames=4, episodes=1, steps=1),
     )
     out = tmp_path / "out"
     command = ["--quick", "--minutes", "0.4", "--out", str(out), "--work", str(tmp_path / "work")]
-    facts = run_all(plan, parse([*command, "--device", "cpu", "--processes", "2"]))
-    assert 1 <= facts["steps"] <= 4 and facts["metrics"]["frames"] == 48
+    facts = run_all(plan, parse([*command, "--device", "cpu", "--processes", "1"]))
+    assert 1 <= facts["steps"] <= 4 and facts["metrics"]["frames"] == 32
     manifest = read_manifest(out)
     assert manifest.training["metrics"]["free_8_psnr"] > 0
     model, _ = load_models(manifest, torch.device("cpu"), torch.float32)
