@@ -91,8 +91,12 @@ def _affine_levels(
 
 
 @triton.jit(
-    do_not_specialize=["n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected"]
-)
+    do_not_specialize=[
+        "n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected",
+        # Views into all layers' storage begin anywhere; a few bytes gain nothing from alignment.
+        "secondary_ptr", "chunk_stops_ptr",
+    ]
+)  # fmt: skip
 def decode_affine_kernel(
     out_ptr, out_stride_h, out_stride_n,
     offset, start, stop,  # runtime: only in masks and addresses

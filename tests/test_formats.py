@@ -128,6 +128,34 @@ def test_select_keeps_the_tokens_and_nothing_else(
                 assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+@pytest.mark.parametrize("name", ["qvg", "quantwm"])
+@pytest.mark.parametrize("sizes", [(16, 32), (7, 9)])
+@pytest.mark.parametrize("unguided", [0, 1])
+def test_many_spans_at_once_are_what_each_is_alone(
+    name: str, sizes: tuple[int, int], unguided: int
+) -> None:
+    fmt, book = _fitted(name)
+    firsts, seconds = (
+        [_encode(fmt, _data(i + 10 * n, size), book, guided=n >= unguided) for i in range(3)]
+        for n, size in enumerate(sizes)
+    )
+    joined = fmt.join_all(firsts, seconds)
+    _same_spans(fmt, joined, list(map(fmt.join, firsts, seconds)))
+    for start, stop in ((0, 12), (4, 16), (3, sum(sizes))):
+        cut = fmt.cut_all(joined, start, stop)
+        _same_spans(fmt, cut, [fmt.select(span, torch.arange(start, stop)) for span in joined])
+
+
+def _same_spans(fmt: Format, some: list[object], others: list[object]) -> None:
+    for one, other in zip(some, others, strict=True):
+        mine, wanted = fmt.parts(one), fmt.parts(other)
+        assert mine.keys() == wanted.keys()
+        for part in mine:
+            for a, b in zip(mine[part], wanted[part], strict=True):
+                assert torch.equal(a.float(), b.float()), part
+        torch.testing.assert_close(_decode(fmt, one), _decode(fmt, other))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_encoding_is_equivariant_under_head_permutation(name: str) -> None:
     fmt, book = _fitted(name, **({"psac": False, "qsac": False} if name == "quantwm" else {}))

@@ -78,7 +78,8 @@ def compile_launch(launched: Launched) -> tuple[Any, dict[str, int]]:
         place = (kernel.arg_names.index(name),)
         if isinstance(value, Tensor):
             signature[name] = TYPES[value.dtype]
-            attributes[place] = [["tt.divisibility", 16]]
+            if name not in fixed:
+                attributes[place] = [["tt.divisibility", 16]]
         elif name in constexprs or value is None or (value == 1 and name not in fixed):
             signature[name] = "constexpr"
             constants[name] = value

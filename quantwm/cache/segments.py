@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from quantwm.cache.formats.base import Format, QueryGuide
+from quantwm.cache.formats.base import Batched, Format, QueryGuide
 
 Kind = Literal["sink", "recent", "packed"]
 
@@ -120,8 +120,8 @@ class Segment:
             self,
             first_frame=frame,
             frame_tokens=self.frame_tokens[frame - self.first_frame :],
-            keys=tuple(self.fmt.select(span, kept) for span in self.keys),
-            values=tuple(self.fmt.select(span, kept) for span in self.values),
+            keys=_cut(self.fmt, self.keys, kept),
+            values=_cut(self.fmt, self.values, kept),
             guide=None if self.guide is None else self.guide.select(kept),
         )
 
@@ -142,12 +142,12 @@ class Segment:
 
         Frames between the two are those that a keep-mask dropped whole.
         """
-        join, gap = self.fmt.join, (0,) * (later.first_frame - self.stop_frame)
+        gap = (0,) * (later.first_frame - self.stop_frame)
         return replace(
             self,
             frame_tokens=self.frame_tokens + gap + later.frame_tokens,
-            keys=tuple(map(join, self.keys, later.keys)),
-            values=tuple(map(join, self.values, later.values)),
+            keys=_joined(self.fmt, self.keys, later.keys),
+            values=_joined(self.fmt, self.values, later.values),
         )
 
     def split_sink(self, stop_frame: int) -> list[Segment]:
@@ -160,8 +160,8 @@ class Segment:
             self,
             kind="sink",
             frame_tokens=self.frame_tokens[:count],
-            keys=tuple(self.fmt.select(span, tokens) for span in self.keys),
-            values=tuple(self.fmt.select(span, tokens) for span in self.values),
+            keys=_cut(self.fmt, self.keys, tokens),
+            values=_cut(self.fmt, self.values, tokens),
         ).settled()
         rest = self.from_frame(stop_frame) if stop_frame < self.stop_frame else None
         return [sink] if rest is None else [sink, rest]
@@ -180,6 +180,18 @@ class Segment:
                 name = part if self.encoded else f"bf16_{self.kind}"
                 found.extend((name, tensor) for tensor in tensors)
         return found
+
+
+def _joined(fmt: Format[Any], firsts: Sequence[Any], seconds: Sequence[Any]) -> tuple[Any, ...]:
+    if isinstance(fmt, Batched):
+        return tuple(fmt.join_all(firsts, seconds))
+    return tuple(map(fmt.join, firsts, seconds))
+
+
+def _cut(fmt: Format[Any], spans: Sequence[Any], kept: slice) -> tuple[Any, ...]:
+    if isinstance(fmt, Batched):
+        return tuple(fmt.cut_all(spans, kept.start, kept.stop))
+    return tuple(fmt.select(span, kept) for span in spans)
 
 
 def append_packed(segments: list[Segment], packed: Segment) -> list[Segment]:

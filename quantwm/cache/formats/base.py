@@ -106,6 +106,19 @@ class Format(Protocol, Generic[SpanT]):
         ...
 
 
+@runtime_checkable
+class Batched(Protocol):
+    """A format that joins and cuts the spans of many slots, of as many tokens each, at once."""
+
+    def join_all(self, firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
+        """`join` of every pair."""
+        ...
+
+    def cut_all(self, spans: Sequence[Any], start: int, stop: int) -> list[Any]:
+        """`select` of a range of tokens of every span."""
+        ...
+
+
 class Learner(Protocol):
     """What a format learns from past chunks beside the query moment; an immutable value."""
 

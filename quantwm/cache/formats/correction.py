@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from quantwm.cache.formats.base import storage_bytes
+from quantwm.cache.formats.rows import cut_rows, join_rows
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,6 @@ class Correction:
             row_scales=dense.row_scales.index_select(1, rows),
         )
 
-    def cut(self, start: int, stop: int) -> Correction | None:
-        """Of the span's tokens start .. stop - 1."""
-        first, last = max(start, self.first), min(stop, self.first + self.count)
-        if first >= last:
-            return None
-        dense, rows = self.dense(), slice(first - self.first, last - self.first)
-        return replace(
-            dense,
-            first=first - start,
-            count=last - first,
-            coefficients=dense.coefficients[:, rows].clone(memory_format=torch.contiguous_format),
-            row_scales=dense.row_scales[:, rows].clone(memory_format=torch.contiguous_format),
-        )
-
     def row_tensors(self) -> tuple[Tensor, ...]:
         rows = (self.coefficients, self.row_scales)
         return rows if self.mask is None else (*rows, self.mask)
@@ -116,6 +104,53 @@ def kept_rows(corrections: Sequence[Correction]) -> list[int]:
     if len({s.shape for s in scales}) == 1:
         return torch.stack(scales).flatten(1).count_nonzero(1).tolist()
     return torch.stack([s.count_nonzero() for s in scales]).tolist()
+
+
+def cut_corrections(
+    corrections: Sequence[Correction | None], start: int, stop: int
+) -> list[Correction | None]:
+    """Of tokens start .. stop - 1 of each span."""
+    if not _in_step(corrections):
+        return [c and cut_corrections([c], start, stop)[0] for c in corrections]
+    all_dense = [c.dense() for c in corrections]
+    held = all_dense[0]
+    first, last = max(start, held.first), min(stop, held.first + held.count)
+    if first >= last:
+        return [None] * len(all_dense)
+    rows = first - held.first, last - held.first
+    parts = (
+        cut_rows([c.coefficients for c in all_dense], *rows),
+        cut_rows([c.row_scales for c in all_dense], *rows),
+    )
+    place = first - start, last - first
+    return [Correction(*place, c.basis, *p, None) for c, *p in zip(all_dense, *parts, strict=True)]
+
+
+def _in_step(corrections: Sequence[Correction | None]) -> TypeGuard[Sequence[Correction]]:
+    """Whether all spans have corrections, of the same tokens."""
+    return None not in corrections and len({(c.first, c.count) for c in corrections if c}) == 1
+
+
+def join_all_corrections(
+    firsts: Sequence[Correction | None], before: int,
+    seconds: Sequence[Correction | None], after: int,
+) -> list[Correction | None]:  # fmt: skip
+    """`join_corrections` of every pair."""
+    if _in_step(firsts) and _in_step(seconds):
+        heads, tails = [c.dense() for c in firsts], [c.dense() for c in seconds]
+        if heads[0].first + heads[0].count == before and tails[0].first == 0:
+            parts = (
+                join_rows([c.coefficients for c in heads], [c.coefficients for c in tails]),
+                join_rows([c.row_scales for c in heads], [c.row_scales for c in tails]),
+            )
+            place = heads[0].first, heads[0].count + tails[0].count
+            return [
+                Correction(*place, c.basis, *p, None) for c, *p in zip(heads, *parts, strict=True)
+            ]
+    return [
+        join_corrections(first, before, second, after)
+        for first, second in zip(firsts, seconds, strict=True)
+    ]
 
 
 def join_corrections(

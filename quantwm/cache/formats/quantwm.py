@@ -26,8 +26,14 @@ from quantwm.cache.formats.base import (
     check_group,
     storage_bytes,
 )
-from quantwm.cache.formats.correction import Correction, join_corrections, kept_rows
+from quantwm.cache.formats.correction import (
+    Correction,
+    cut_corrections,
+    join_all_corrections,
+    kept_rows,
+)
 from quantwm.cache.formats.qvg import fit_codebook, require_codebook, select_tokens
+from quantwm.cache.formats.rows import cut_rows, join_rows
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
@@ -170,35 +176,76 @@ class QuantWMFormat:
         )
 
     def join(self, first: QuantWMSpan, second: QuantWMSpan) -> QuantWMSpan:
-        before, after = self.tokens(first), self.tokens(second)
-        return QuantWMSpan(
-            codes=torch.cat((first.codes, second.codes), dim=1),
-            ids=torch.cat((first.ids, second.ids), dim=1),
-            scales=torch.cat((first.scales, second.scales), dim=1),
-            secondary=torch.cat((first.secondary, second.secondary), dim=1),
-            chunk_stops=torch.cat((first.chunk_stops, second.chunk_stops + before)),
-            chunk_tokens=first.chunk_tokens + second.chunk_tokens,
-            zeros=self._join_zeros(first, second),
-            codebook=first.codebook,
-            correction=join_corrections(first.correction, before, second.correction, after),
-        )
+        return self.join_all([first], [second])[0]
 
-    def _join_zeros(self, first: QuantWMSpan, second: QuantWMSpan) -> Tensor:
-        before = first.scales.shape[1] * first.scales.shape[2]
+    def join_all(
+        self, firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]
+    ) -> list[QuantWMSpan]:
+        before, after = self.tokens(firsts[0]), self.tokens(seconds[0])
+        later_stops = (torch.stack([s.chunk_stops for s in seconds]) + before).split(1)
+        stops = join_rows([f.chunk_stops.unsqueeze(0) for f in firsts], later_stops, anywhere=True)
+        corrections = join_all_corrections(
+            [f.correction for f in firsts], before, [s.correction for s in seconds], after
+        )
+        parts = (
+            join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
+            join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
+            join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
+            join_rows([f.secondary for f in firsts], [s.secondary for s in seconds], anywhere=True),
+            [joined.squeeze(0) for joined in stops],
+            [f.chunk_tokens + s.chunk_tokens for f, s in zip(firsts, seconds, strict=True)],
+            self._join_zeros(firsts, seconds),
+            [f.codebook for f in firsts],
+            corrections,
+        )
+        return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
+
+    def _join_zeros(
+        self, firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]
+    ) -> list[Tensor]:
+        before = firsts[0].scales.shape[1] * firsts[0].scales.shape[2]
         if before % CODES_PER_BYTE == 0:
-            return torch.cat((first.zeros, second.zeros), dim=1)
-        after = second.scales.shape[1] * second.scales.shape[2]
-        codes = (unpack_range(first.zeros, 0, before), unpack_range(second.zeros, 0, after))
-        return pack(torch.cat(codes, dim=1))
+            return join_rows([f.zeros for f in firsts], [s.zeros for s in seconds])
+        after = seconds[0].scales.shape[1] * seconds[0].scales.shape[2]
+        codes = (
+            (unpack_range(f.zeros, 0, before), unpack_range(s.zeros, 0, after))
+            for f, s in zip(firsts, seconds, strict=True)
+        )
+        return [pack(torch.cat(pair, dim=1)) for pair in codes]
+
+    def cut_all(self, spans: Sequence[QuantWMSpan], start: int, stop: int) -> list[QuantWMSpan]:
+        tokens, groups = self.tokens(spans[0]), spans[0].scales.shape[2]
+        ends = stop == tokens or stop * groups % CODES_PER_BYTE == 0
+        if start >= stop or start * groups % CODES_PER_BYTE or not ends:
+            return [self._pick(span, torch.arange(start, stop)) for span in spans]
+        # Zeros begin and end with a byte here: ranges of every part, and no host sync.
+        stops = list(accumulate(spans[0].chunk_tokens))
+        chunks = bisect_right(stops, start), bisect_left(stops, stop) + 1
+        kept_stops = [min(s, stop) - start for s in stops[slice(*chunks)]]
+        moved = torch.stack([s.chunk_stops for s in spans])[:, slice(*chunks)] - start
+        zeros = start * groups // CODES_PER_BYTE, bytes_of_codes(stop * groups)
+        parts = (
+            cut_rows([s.codes for s in spans], start, stop),
+            cut_rows([s.ids for s in spans], start, stop),
+            cut_rows([s.scales for s in spans], start, stop),
+            cut_rows([s.secondary for s in spans], *chunks, anywhere=True),
+            list(moved.clamp_(max=stop - start).unbind(0)),
+            [tuple(b - a for a, b in pairwise((0, *kept_stops)))] * len(spans),
+            cut_rows([s.zeros for s in spans], *zeros),
+            [s.codebook for s in spans],
+            cut_corrections([s.correction for s in spans], start, stop),
+        )
+        return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
 
     def select(self, span: QuantWMSpan, keep: slice | Tensor) -> QuantWMSpan:
-        tokens, groups = self.tokens(span), span.scales.shape[2]
         if isinstance(keep, slice):
-            start, stop, _ = keep.indices(tokens)
-            ends = stop == tokens or stop * groups % CODES_PER_BYTE == 0
-            if start < stop and start * groups % CODES_PER_BYTE == 0 and ends:
-                return self._cut(span, start, stop)
-        kept = torch.arange(tokens)[keep] if isinstance(keep, slice) else keep
+            start, stop, _ = keep.indices(self.tokens(span))
+            return self.cut_all([span], start, stop)[0]
+        return self._pick(span, keep)
+
+    def _pick(self, span: QuantWMSpan, kept: Tensor) -> QuantWMSpan:
+        """Tokens at these positions."""
+        tokens, groups = self.tokens(span), span.scales.shape[2]
         stops = torch.tensor(span.chunk_tokens).cumsum(0)
         counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
         chunks = counts.nonzero().flatten()
@@ -206,34 +253,15 @@ class QuantWMFormat:
         zeros = unpack_range(span.zeros, 0, tokens * groups).unflatten(1, (tokens, groups))
         correction = span.correction
         return QuantWMSpan(
-            codes=select_tokens(span.codes, keep),
-            ids=select_tokens(span.ids, keep),
-            scales=select_tokens(span.scales, keep),
+            codes=select_tokens(span.codes, kept),
+            ids=select_tokens(span.ids, kept),
+            scales=select_tokens(span.scales, kept),
             secondary=select_tokens(span.secondary, chunks),
             chunk_stops=counts[chunks].cumsum(0).to(span.codes.device, torch.int32),
             chunk_tokens=chunk_tokens,
-            zeros=pack(select_tokens(zeros, keep).flatten(1)),
+            zeros=pack(select_tokens(zeros, kept).flatten(1)),
             codebook=span.codebook,
             correction=None if correction is None else correction.select(kept),
-        )
-
-    def _cut(self, span: QuantWMSpan, start: int, stop: int) -> QuantWMSpan:
-        """Tokens start .. stop - 1 where zeros begin and end with a byte: copies, no host sync."""
-        groups, keep = span.scales.shape[2], slice(start, stop)
-        stops = list(accumulate(span.chunk_tokens))
-        chunks = slice(bisect_right(stops, start), bisect_left(stops, stop) + 1)
-        kept_stops = [min(s, stop) - start for s in stops[chunks]]
-        zeros = slice(start * groups // CODES_PER_BYTE, bytes_of_codes(stop * groups))
-        return QuantWMSpan(
-            codes=select_tokens(span.codes, keep),
-            ids=select_tokens(span.ids, keep),
-            scales=select_tokens(span.scales, keep),
-            secondary=select_tokens(span.secondary, chunks),
-            chunk_stops=(span.chunk_stops[chunks] - start).clamp_(max=stop - start),
-            chunk_tokens=tuple(b - a for a, b in pairwise((0, *kept_stops))),
-            zeros=select_tokens(span.zeros, zeros),
-            codebook=span.codebook,
-            correction=span.correction and span.correction.cut(start, stop),
         )
 
     def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:

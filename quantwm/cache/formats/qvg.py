@@ -23,6 +23,7 @@ from quantwm.cache.formats.base import (
     check_group,
     storage_bytes,
 )
+from quantwm.cache.formats.rows import cut_rows, join_rows
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 
 
@@ -89,14 +90,28 @@ class QvgFormat:
         return QvgSpan(codes, ids, scales, codebook)
 
     def join(self, first: QvgSpan, second: QvgSpan) -> QvgSpan:
-        return replace(
-            first,
-            codes=torch.cat((first.codes, second.codes), dim=1),
-            ids=torch.cat((first.ids, second.ids), dim=1),
-            scales=torch.cat((first.scales, second.scales), dim=1),
+        return self.join_all([first], [second])[0]
+
+    def join_all(self, firsts: Sequence[QvgSpan], seconds: Sequence[QvgSpan]) -> list[QvgSpan]:
+        parts = (
+            join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
+            join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
+            join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
         )
+        return [QvgSpan(*p, f.codebook) for f, *p in zip(firsts, *parts, strict=True)]
+
+    def cut_all(self, spans: Sequence[QvgSpan], start: int, stop: int) -> list[QvgSpan]:
+        parts = (
+            cut_rows([s.codes for s in spans], start, stop),
+            cut_rows([s.ids for s in spans], start, stop),
+            cut_rows([s.scales for s in spans], start, stop),
+        )
+        return [QvgSpan(*p, s.codebook) for s, *p in zip(spans, *parts, strict=True)]
 
     def select(self, span: QvgSpan, keep: slice | Tensor) -> QvgSpan:
+        if isinstance(keep, slice):
+            start, stop, _ = keep.indices(self.tokens(span))
+            return self.cut_all([span], start, stop)[0]
         return replace(
             span,
             codes=select_tokens(span.codes, keep),
@@ -158,8 +173,6 @@ def require_codebook(codebook: Codebook | None) -> Codebook:
     return codebook
 
 
-def select_tokens(tensor: Tensor, keep: slice | Tensor) -> Tensor:
-    """[H, N, ...] -> the kept tokens in storage of their own."""
-    if isinstance(keep, slice):
-        return tensor[:, keep].clone(memory_format=torch.contiguous_format)
+def select_tokens(tensor: Tensor, keep: Tensor) -> Tensor:
+    """[H, N, ...] -> the tokens at these positions (a CPU tensor), in storage of their own."""
     return tensor.index_select(1, keep.to(tensor.device))
