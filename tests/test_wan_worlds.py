@@ -120,7 +120,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
         vae=VAE_22 if original.kind == "memory" else VAE_21,
         latent=(4, 6),
     )
-    monkeypatch.setattr(files, "_root", tmp_path / "weights")
+    before = files.root()
+    files.set_root(tmp_path / "weights")
+    request.addfinalizer(lambda: files.set_root(before))
     monkeypatch.setattr(memory_world, "POINTS", 200)
     monkeypatch.setattr(world_module, "CONDITION_LATENTS", 3)  # 9 video frames to encode
     monkeypatch.setitem(catalog.ENTRIES, "tiny", entry)

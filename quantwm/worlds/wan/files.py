@@ -9,7 +9,7 @@ from pathlib import Path
 from quantwm.errors import UserError
 from quantwm.worlds.registry import Presence
 from quantwm.worlds.wan.catalog import Entry, Part
-from quantwm.worlds.wan.checkpoint import PICKLES, weight_files
+from quantwm.worlds.wan.checkpoint import weight_files
 
 Progress = Callable[[str, float], None]
 _root = Path.home() / ".cache" / "quantwm"
@@ -101,8 +101,3 @@ def weights_sha256(entry: Entry) -> str:
             with file.open("rb") as stream:
                 digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()
-
-
-def is_pickle(part: Part) -> bool:
-    """Whether a part comes as a pickle, which is read with weights_only."""
-    return part_path(part).suffix in PICKLES

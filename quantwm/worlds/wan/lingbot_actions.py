@@ -106,14 +106,6 @@ def folded(rays: torch.Tensor) -> torch.Tensor:
     )
 
 
-def embedding(
-    c2w: np.ndarray, intrinsics: Sequence[float], chunk_frames: int, height: int, width: int
-) -> torch.Tensor:
-    """A recorded trajectory, one pose per video frame -> [384, L, height/8, width/8]."""
-    poses = relative_poses(torch.from_numpy(latent_poses(c2w, chunk_frames)))
-    return folded(pluecker(poses, scaled_intrinsics(intrinsics, height, width), height, width))
-
-
 def live_poses(frames: Sequence[KeySet], first_frame: int) -> torch.Tensor:
     """Held keys -> relative pose of each latent frame [F, 4, 4].
 
