@@ -82,8 +82,8 @@ class SamplerConfig:
     """Few-step flow matching: noise levels u mapped to shift u / (1 + (shift - 1) u)."""
 
     shift: float = 3.0
-    cpu_steps: int = 4
-    cuda_steps: int = 4
+    cpu_steps: int = 2
+    cuda_steps: int = 2
 
 
 @dataclass(frozen=True)
