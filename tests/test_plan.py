@@ -206,3 +206,10 @@ def test_bad_workloads_are_refused(change: dict[str, int], says: str) -> None:
 def test_a_head_that_the_group_does_not_divide_is_refused() -> None:
     with pytest.raises(UserError, match="group_size 64 does not divide head_dim 96"):
         _planned("qvg", _span(4680, head_dim=96))
+
+
+def test_a_history_of_very_many_spans_is_counted_and_not_listed() -> None:
+    load = Workload(layers=1, heads=1, head_dim=128, tokens=2**40 + 1, span_tokens=2)
+    qvg = plan({"qvg": {"centroids": 4}}, load).methods[0]
+    assert qvg.bytes["codebooks"] == 2 * (2**39 + 1) * 4 * 128 * 2
+    assert qvg.bytes["ids"] == 2 * (2**40 + 1)

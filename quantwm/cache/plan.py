@@ -90,13 +90,16 @@ class Workload:
     def compressed_tokens(self) -> int:
         return max(self.tokens - self.sink_tokens - self.recent_tokens, 0)
 
-    def spans(self) -> list[tuple[int, int]]:
-        """(tokens, chunks) of every codebook span; a span holds whole chunks."""
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(tokens, chunks, how many) of the codebook spans: the full ones, then the open one.
+
+        A span holds whole chunks. Counted, not listed: a history may have 2**40 spans.
+        """
         chunk = self.chunk_tokens or self.span_tokens
         full = max(self.span_tokens // chunk, 1) * chunk
         count, rest = divmod(self.compressed_tokens, full)
-        spans = [(full, full // chunk)] * count
-        return [*spans, (rest, -(-rest // chunk))] if rest else spans
+        spans = [(full, full // chunk, count)] if count else []
+        return [*spans, (rest, -(-rest // chunk), 1)] if rest else spans
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     fmt.check(load.head_dim)
     held = dict.fromkeys(PARTS, 0)
     spans = load.spans()
-    for tokens, chunks in spans:
-        _add(held, _span_parts(fmt, load, tokens, chunks))
+    for tokens, chunks, count in spans:
+        parts = _span_parts(fmt, load, tokens, chunks)
+        _add(held, {part: held_bytes * count for part, held_bytes in parts.items()})
     if isinstance(fmt, Learns) and spans:
         for role in ROLES:
             shared = fmt.shared_bytes(load.heads, load.head_dim, role)
@@ -190,7 +194,7 @@ def _add(into: dict[str, int], parts: Mapping[str, int]) -> None:
         into[part] = into.get(part, 0) + count
 
 
-def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, int]]) -> int:
+def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, int, int]]) -> int:
     if not load.current_tokens:
         return 0
     pending = sum(_span_parts(fmt, load, load.current_tokens, 1).values())
@@ -199,10 +203,10 @@ def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, 
     if isinstance(fmt, Learns):
         pending += load.layers * fmt.learned_bytes(load.heads, load.head_dim, 0)
     if spans and spans[0][1] > 1:
-        open_span = _span_parts(fmt, load, *spans[-1])
+        open_span = _span_parts(fmt, load, *spans[-1][:2])
         pending += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))
     if spans and load.windowed:
-        pending += sum(_span_parts(fmt, load, *spans[0]).values())
+        pending += sum(_span_parts(fmt, load, *spans[0][:2]).values())
     return pending
 
 
