@@ -69,6 +69,7 @@ def session_info(engine: Engine, actions: str | None = None) -> SessionInfo:
         versions=versions(),
         kernels=engine.explain(),
         actions=actions,
+        dtype=str(world.dtype).removeprefix("torch."),
     )
 
 

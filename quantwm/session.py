@@ -64,6 +64,7 @@ class SessionInfo:
         keys: names of the world's keys. size: (width, height) of a frame.
         frames_per_chunk: latent frames. kernels: which kernels ran and why, one line.
         actions: the action string when the run had one.
+        dtype: "bfloat16" or "float32", what the world computed in; None in older sessions.
     """
 
     world: str
@@ -85,6 +86,7 @@ class SessionInfo:
     versions: Mapping[str, str]
     kernels: str
     actions: str | None = None
+    dtype: str | None = None
 
 
 class SessionWriter:
@@ -309,6 +311,20 @@ def _metrics_row(
         psnr,
         frames_sha256(lane.frames),
     )
+
+
+def check_folder(folder: Path) -> None:
+    """UserError where a session cannot be written; nothing is made, and the disk may still say no
+    later."""
+    if os.path.exists(folder):
+        _make_empty(folder)
+        return
+    place = next(parent for parent in folder.absolute().parents if os.path.exists(parent))
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot use {folder} as a session folder: {place} cannot be written; "
+            "name a folder that can be written"
+        )
 
 
 def _make_empty(folder: Path) -> None:

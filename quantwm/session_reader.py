@@ -31,6 +31,7 @@ from quantwm.worlds.base import ChunkAction
 MAX_INFO_BYTES = 2**20
 MAX_LINES_BYTES = 64 * 2**20
 MAX_LANES = 16
+DTYPES = ("bfloat16", "float32")
 
 T = TypeVar("T")
 
@@ -108,7 +109,9 @@ def _read_info(document: Mapping[str, Any]) -> SessionInfo:
     mode = _field(document, "mode", str)
     if mode not in ("free", "teacher"):
         raise UserError(f"{SESSION_FILE}: mode is free or teacher, got {_shown(mode)}")
-    actions = document.get("actions")
+    actions, dtype = document.get("actions"), document.get("dtype")
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"{SESSION_FILE}: dtype is {' or '.join(DTYPES)}, got {_shown(dtype)}")
     return SessionInfo(
         world=world,
         weights_sha256=_field(document, "weights_sha256", str),
@@ -129,6 +132,7 @@ def _read_info(document: Mapping[str, Any]) -> SessionInfo:
         versions={str(k): str(v) for k, v in _field(document, "versions", dict).items()},
         kernels=_field(document, "kernels", str),
         actions=actions if isinstance(actions, str) else None,
+        dtype=dtype,
     )
 
 
@@ -192,12 +196,16 @@ def _read_actions(path: Path, info: SessionInfo) -> tuple[ChunkAction, ...]:
 
 def _read_hashes(path: Path, info: SessionInfo, blocks: int) -> dict[str, tuple[str, ...]]:
     hashes: dict[str, list[str]] = {lane.name: [] for lane in info.lanes}
-    for row in csv.DictReader(_read_text(path, MAX_LINES_BYTES).splitlines()):
-        lane, digest = row.get("lane"), row.get("frames_sha256") or ""
-        whole = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
-        if lane not in hashes or not whole or row.get("block") != str(len(hashes[lane]) + 1):
-            break  # the last row of a killed writer, or not ours: what follows is not compared
-        hashes[lane].append(digest)
+    rows = csv.DictReader(_read_text(path, MAX_LINES_BYTES).splitlines())
+    try:
+        for row in rows:
+            lane, digest = row.get("lane"), row.get("frames_sha256") or ""
+            whole = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
+            if lane not in hashes or not whole or row.get("block") != str(len(hashes[lane]) + 1):
+                break  # the last row of a killed writer, or not ours: what follows is not compared
+            hashes[lane].append(digest)
+    except csv.Error as error:  # a field of more than 128 KiB is none of ours
+        raise UserError(f"{path.name} line {rows.line_num} is not CSV: {error}") from error
     return {name: tuple(found[:blocks]) for name, found in hashes.items()}
 
 

@@ -62,7 +62,7 @@ def study(
     Args:
         chunk: tokens of a chunk; must divide the recording's tokens.
         span: tokens that share a codebook.
-        settings: per method, for `make_format`.
+        settings: per entry of `methods`, for `make_format`.
         report: told about progress, one line at a time.
     """
     spec = study_spec(tensors, chunk)
@@ -73,7 +73,7 @@ def study(
     results = []
     for method in methods:
         name, preset = split_method(method)
-        fmt = make_format(name, **{**preset, **settings.get(name, {})})
+        fmt = make_format(name, **{**preset, **settings.get(method, {})})
         cache = KVCache(spec, fmt, policy, device=device, seed=seed)
         results.append(_study_method(method, cache, tensors, report))
     return results
@@ -87,8 +87,9 @@ def study_spec(tensors: RecordedTensors, chunk: int) -> CacheSpec:
             f"chunk {chunk} does not cut the recording's {tokens:,} tokens into 2 or more equal "
             f"chunks; it was recorded with {tensors.metadata.get('chunk_tokens', 'unknown')}"
         )
-    frame = tensors.metadata_int("tokens_per_frame") or chunk
     rope = tensors.rope()
+    in_grid = chunk if rope is None else rope.grid[0] * rope.grid[1]
+    frame = tensors.metadata_int("tokens_per_frame") or in_grid
     if chunk % frame:
         frame, rope = chunk, None  # chunks that cut frames: places in a frame mean nothing then
     return CacheSpec(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import small_world
+import torch
 from PIL import Image
 
 import quantwm.cli.play as play_module
@@ -351,3 +352,43 @@ def test_embedded_world_from_its_files(tmp_path, capsys, embedded_assets):
     status, document, err = call(capsys, *arguments, "--no-video", "--out", tmp_path / "t")
     assert status == 2
     assert "weights of the embedded world not found" in err
+
+
+def test_replay_computes_in_the_dtype_of_the_session(tmp_path, capsys, monkeypatch):
+    play(capsys, tmp_path / "s", "--no-video", lanes="bf16")
+    asked = []
+
+    def load_world_as(device, dtype, progress):
+        asked.append(dtype)
+        return small_world.SmallWorld()
+
+    monkeypatch.setattr(small_world, "load_world_as", load_world_as, raising=False)
+    status, document, _ = call(capsys, "replay", tmp_path / "s")
+    assert (status, document["bit_identical"]) == (0, True)
+    assert asked == [torch.float32]
+    path = tmp_path / "s" / "session.json"
+    path.write_text(path.read_text().replace('"float32"', '"bfloat16"'))
+    status, _, err = call(capsys, "replay", tmp_path / "s")
+    assert status == 2 and "computes in torch.float32" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [(("--scene", "attic"), "unknown scene"), (("--max-tokens", "10"), "too short")],
+)
+def test_a_mistake_is_found_before_anything_is_made(tmp_path, capsys, more, says):
+    status, _, err = play(capsys, tmp_path / "s", "--no-video", *more)
+    assert status == 2 and says in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_named_preset_keeps_its_own_centroids(capsys):
+    numbers = ("--layers", 1, "--heads", 1, "--head-dim", 128, "--tokens", 3072, "--span", 3072)
+    methods = "qvg,qvg:embedded,qvg:published"
+    found = [
+        call(capsys, "plan", *numbers, "--methods", methods, *more)[1]["methods"]
+        for more in ((), ("--centroids", 16))
+    ]
+    books = [[method["bytes"]["codebooks"] // (2 * 128 * 2) for method in run] for run in found]
+    assert books == [[256, 64, 256], [16, 16, 16]]

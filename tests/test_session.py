@@ -257,6 +257,7 @@ BREAK = {
     "policy": lambda d: json.dumps(d | {"lanes": [d["lanes"][0] | {"policy": {"sink_frames": 1}}]}),
     "missing": lambda d: json.dumps({k: v for k, v in d.items() if k != "weights_sha256"}),
     "huge": lambda d: json.dumps(d | {"prompt": "x" * 2**21}),
+    "dtype": lambda d: json.dumps(d | {"dtype": "float8"}),
     "not utf8": lambda d: b"\xff\xfe{",
 }
 
@@ -291,3 +292,21 @@ def test_missing_folder_and_files(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="not a session folder"):
         load_session(tmp_path / "empty")
+
+
+def test_a_huge_field_in_the_metrics_is_refused(tmp_path):
+    record(tmp_path / "s", video=False)
+    with (tmp_path / "s" / "metrics.csv").open("a") as file:
+        file.write("3,8,bf16," + "9" * 200_000 + "\n")
+    with pytest.raises(UserError, match=r"metrics\.csv line \d+ is not CSV"):
+        load_session(tmp_path / "s")
+
+
+def test_older_sessions_do_not_say_their_dtype(tmp_path):
+    record(tmp_path / "new", video=False, dtype="float32")
+    assert load_session(tmp_path / "new").info.dtype == "float32"
+    path = tmp_path / "new" / "session.json"
+    document = json.loads(path.read_text())
+    del document["dtype"]
+    path.write_text(json.dumps(document))
+    assert load_session(tmp_path / "new").info.dtype is None

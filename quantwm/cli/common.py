@@ -10,6 +10,7 @@ from typing import NoReturn
 
 import torch
 
+from quantwm.cache.formats import split_method
 from quantwm.errors import UserError
 
 
@@ -62,6 +63,15 @@ def integer(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def clustered(method: str, asked: int | None, default: int) -> dict[str, object]:
+    """The setting "centroids" of a method, "name" or "name:preset": as asked for, or else the
+    preset's own where one is named; nothing for formats without codebooks."""
+    name, preset = split_method(method)
+    if name not in ("qvg", "quantwm") or (asked is None and preset):
+        return {}
+    return {"centroids": default if asked is None else asked}
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

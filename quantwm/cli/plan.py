@@ -52,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.methods:
         raise UserError("name at least one method, for example --methods bf16,qvg,quantwm")
     load, settings = _of_world(arguments) if arguments.world else _of_numbers(arguments)
-    planned = plan({name: _settings(name, settings) for name in arguments.methods}, load)
+    asked = arguments.centroids is not None
+    planned = plan({name: _settings(name, settings, asked) for name in arguments.methods}, load)
     say(_table(planned.methods))
     emit(
         {
@@ -72,8 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(method: str, settings: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+def _settings(
+    method: str, settings: Mapping[str, Mapping[str, object]], asked: bool
+) -> dict[str, object]:
     name, preset = split_method(method)
+    if preset and not asked:
+        return preset  # its own number of centroids, not the default one
     return {**preset, **settings.get(name, {})}
 
 

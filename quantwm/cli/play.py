@@ -23,12 +23,12 @@ from quantwm.describe import session_info
 from quantwm.engine import Engine
 from quantwm.engine_types import BlockResult
 from quantwm.errors import UserError
-from quantwm.lanes import MODES, lanes_for
-from quantwm.session import SessionWriter
+from quantwm.lanes import MODES, check_lanes, lanes_for, limit_history, max_tokens_for
+from quantwm.session import SessionWriter, check_folder
 from quantwm.tensor_files import TensorRecorder, default_layers
 from quantwm.totals import RunTotals, finite_or_none
 from quantwm.video import has_pyav, read_start
-from quantwm.worlds.registry import load_world, world_spec
+from quantwm.worlds.registry import load_world, world_scenes, world_spec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,11 +75,15 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.no_video and not has_pyav():
         raise UserError("video needs PyAV: pip install av, or add --no-video")
     device = pick_device(arguments.device)
+    check_lanes(lanes, arguments.mode)
+    limit_history(spec.policy, spec.cache, max_tokens_for(device, arguments.max_tokens))
+    _check_scene(spec.name, arguments.scene)
     folder = arguments.out or Path("runs") / f"{spec.name}-{datetime.now():%Y%m%d-%H%M%S}"
     image = None
     if arguments.image is not None:
         image = read_start(arguments.image, spec.video_size, spec.context_frames)
     recorder = _recorder(arguments, spec.cache.layers)
+    check_folder(folder)
     say(f"loading {spec.title} on {device}")
     world = load_world(arguments.world, device)
     with Engine(
@@ -96,10 +100,11 @@ def run(arguments: argparse.Namespace) -> int:
     ) as engine:
         info = session_info(engine, arguments.actions)
         say(engine.explain())
+        first = engine.start()
         with SessionWriter(
             folder, info, video=not arguments.no_video, start_picture=engine.image
         ) as writer:
-            writer.write(engine.start())
+            writer.write(first)
             for number_, action in enumerate(actions, 1):
                 block = engine.step(action)
                 writer.write(block)
@@ -123,6 +128,13 @@ def run(arguments: argparse.Namespace) -> int:
         }
     )
     return 0
+
+
+def _check_scene(world: str, scene: str | None) -> None:
+    known = [known.name for known in world_scenes(world)]
+    if scene is not None and scene not in known:
+        listed = ", ".join(known) or "none in this world"
+        raise UserError(f"unknown scene {scene[:40]!r}; there are {listed}")
 
 
 def _recorder(arguments: argparse.Namespace, layers: int) -> TensorRecorder | None:

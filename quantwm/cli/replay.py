@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from quantwm.cli.common import add_device, emit, pick_device, progress, progress_done, say
 from quantwm.describe import versions
@@ -76,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     device = pick_device(info.device if arguments.device == "auto" else arguments.device)
     checks = [LaneCheck(session, lane.name) for lane in info.lanes]
     say(f"loading {spec.title} on {device}")
-    world = load_world(info.world, device)
+    dtype = None if info.dtype is None else getattr(torch, info.dtype)
+    world = load_world(info.world, device, dtype=dtype)
     if world.weights_sha256() != info.weights_sha256:
         raise UserError(
             f"the session was made with weights {info.weights_sha256[:12]}, "

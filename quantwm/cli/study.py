@@ -8,6 +8,7 @@ from pathlib import Path
 
 from quantwm.cli.common import (
     add_device,
+    clustered,
     emit,
     integer,
     names,
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that share a codebook ({DEFAULT_SPAN})",
     )
     parser.add_argument(
-        "--centroids", type=integer(1, 256), default=DEFAULT_CENTROIDS, help="of a codebook (64)"
+        "--centroids", type=integer(1, 256), help="of a codebook (64, or the preset's)"
     )
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0, help="of k-means")
     add_device(parser)
@@ -61,13 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
     chunk = arguments.chunk or tensors.metadata_int("chunk_tokens")
     if not chunk:
         raise UserError(f"{arguments.file.name} does not say its chunk; give --chunk TOKENS")
-    clustered = {"centroids": arguments.centroids}
     results = study(
         tensors,
         arguments.methods,
         chunk=chunk,
         span=arguments.span,
-        settings={"qvg": clustered, "quantwm": clustered},
+        settings={
+            method: clustered(method, arguments.centroids, DEFAULT_CENTROIDS)
+            for method in arguments.methods
+        },
         device=device,
         seed=arguments.seed,
         report=progress,
@@ -99,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             "head_dim": head_dim,
             "chunk": chunk,
             "span": arguments.span,
-            "centroids": arguments.centroids,
+            "centroids": arguments.centroids or DEFAULT_CENTROIDS,
             "seed": arguments.seed,
             "device": str(device),
         }

@@ -89,9 +89,25 @@ def download_world(name: str, agreed: bool, progress: Progress | None = None) ->
     found(agreed, progress)
 
 
-def load_world(name: str, device: torch.device | str, progress: Progress | None = None) -> World:
-    """Load a world's weights, checked against their hashes. UserError when that fails."""
-    return _module(name).load_world(torch.device(device), progress)
+def load_world(
+    name: str,
+    device: torch.device | str,
+    progress: Progress | None = None,
+    dtype: torch.dtype | None = None,
+) -> World:
+    """Load a world's weights, checked against their hashes. UserError when that fails.
+
+    dtype: to compute in, for a replay; None takes the world's own choice for the device.
+    """
+    module, device = _module(name), torch.device(device)
+    load_as = getattr(module, "load_world_as", None)
+    if dtype is None or load_as is None:
+        world = module.load_world(device, progress)
+    else:
+        world = load_as(device, dtype, progress)
+    if dtype not in (None, world.dtype):
+        raise UserError(f"the world {name} computes in {world.dtype} on {device}, not in {dtype}")
+    return world
 
 
 def _module(name: str) -> WorldModule:

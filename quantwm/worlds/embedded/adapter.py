@@ -97,17 +97,20 @@ def pick_cpu_dtype(seconds: float = 0.05) -> torch.dtype:
 
     Without avx512_bf16 or AMX a BF16 pass takes 3.4 times as long as a float32 one (169 against
     49 ms), with them a third (18 ms); the flags of a CPU do not say what PyTorch makes of them.
+    The fastest call decides, not the mean: another process that takes the CPU for a while must not
+    turn the choice, or a session would not replay on its own machine.
     """
-    speeds = {}
+    fastest = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, w = torch.ones(192, 384, dtype=dtype), torch.ones(1408, 384, dtype=dtype)
         F.linear(x, w)  # the first call builds what later ones reuse
-        calls, start = 0, time.perf_counter()
-        while time.perf_counter() - start < seconds / 2:
+        times, start = [], time.perf_counter()
+        while len(times) < 5 or time.perf_counter() - start < seconds / 2:
+            began = time.perf_counter()
             F.linear(x, w)
-            calls += 1
-        speeds[dtype] = calls / (time.perf_counter() - start)
-    return max(speeds, key=lambda dtype: speeds[dtype])
+            times.append(time.perf_counter() - began)
+        fastest[dtype] = min(times)
+    return min(fastest, key=lambda dtype: fastest[dtype])
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

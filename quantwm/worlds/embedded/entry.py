@@ -47,3 +47,9 @@ def presence() -> Presence:
 def load_world(device: torch.device, progress: Progress | None) -> World:
     """Check and load the weights."""
     return adapter.load(device, progress=progress, assets=adapter.ASSETS)
+
+
+def load_world_as(device: torch.device, dtype: torch.dtype, progress: Progress | None) -> World:
+    """The same in a given dtype: a session replays in the one that it was made in, while the
+    faster one of a CPU is found by timing and may come out otherwise on a busy machine."""
+    return adapter.load(device, dtype, progress, adapter.ASSETS)
