@@ -6,6 +6,7 @@ found by a token in a table, and an uploaded picture must lie where Gradio puts 
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
 import shutil
@@ -123,6 +124,7 @@ def read_picture(path: object, uploads: Path) -> np.ndarray:
         UserError: the picture cannot be used, and why.
     """
     import imageio.v3 as iio
+    from PIL import Image
 
     if not isinstance(path, str) or not path or len(path) > 4096 or "\0" in path:
         raise UserError("the uploaded picture was not found; choose it again")
@@ -135,16 +137,19 @@ def read_picture(path: object, uploads: Path) -> np.ndarray:
         raise UserError(f"the picture is larger than {limit} MB; choose a smaller one")
     data = file.read_bytes()
     try:
-        with iio.imopen(data, "r", plugin="pillow") as source:
-            shape = source.properties(index=0).shape
-            if shape[0] * shape[1] > limits.MAX_PICTURE_PIXELS:
-                raise UserError(
-                    f"the picture has {shape[1]} x {shape[0]} pixels; at most "
-                    f"{limits.MAX_PICTURE_PIXELS // 10**6} megapixels can be used"
-                )
-            picture = source.read(index=0, mode="RGB")
+        # Of Pillow's many formats three: EPS would start Ghostscript on a stranger's program.
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as header:
+            width, height = header.size
+        if width * height > limits.MAX_PICTURE_PIXELS:
+            raise UserError(
+                f"the picture has {width} x {height} pixels; at most "
+                f"{limits.MAX_PICTURE_PIXELS // 10**6} megapixels can be used"
+            )
+        picture = iio.imread(data, plugin="pillow", index=0, mode="RGB")
     except UserError:
         raise
+    except Image.DecompressionBombError as error:
+        raise UserError("the picture has far too many pixels; choose a smaller one") from error
     except (OSError, ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
         raise UserError("the picture could not be read; use a PNG, JPEG or WebP file") from error
     return reduce_picture(np.ascontiguousarray(picture[..., :3], dtype=np.uint8))

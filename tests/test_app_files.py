@@ -7,6 +7,7 @@ from pathlib import Path
 import imageio.v3 as iio
 import numpy as np
 import pytest
+from PIL import Image
 
 from app import limits
 from app.files import SessionFiles, read_picture, reduce_picture
@@ -61,6 +62,18 @@ def test_damaged_and_foreign_files(uploads: Path) -> None:
         (uploads / name).write_bytes(data)
         with pytest.raises(UserError, match="could not be read"):
             read_picture(str(uploads / name), uploads)
+
+
+def test_only_three_formats_are_opened(uploads: Path, monkeypatch) -> None:
+    pixels = picture(uploads / "a.png")
+    Image.open(pixels).save(uploads / "eps.png", format="EPS")
+    Image.open(pixels).save(uploads / "tiff.png", format="TIFF")
+    for name in ("eps.png", "tiff.png"):
+        with pytest.raises(UserError, match="use a PNG, JPEG or WebP"):
+            read_picture(str(uploads / name), uploads)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match="too many pixels"):
+        read_picture(str(pixels), uploads)
 
 
 def test_sizes_are_checked_before_decoding(uploads: Path, monkeypatch) -> None:
