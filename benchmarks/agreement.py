@@ -274,6 +274,25 @@ def agree_decode(
             _same_values(f"{label}, {dtype}", mine, wanted, exact, dtype == torch.bfloat16)
 
 
+def agree_copy(ops: Ops, case: Case, truncates: bool) -> None:
+    """Ranges copied from strided and from plain keys, alone and in pairs, to both types."""
+    heads, tokens, dim = case.x.shape
+    for dtype in (torch.float32, torch.bfloat16):
+        for x in (case.x, case.x.contiguous(), case.x.float() + (0.0 if truncates else 1e-3)):
+            mine, wanted = (
+                [torch.full((heads, tokens + 5, dim), torch.nan, dtype=dtype, device=x.device)
+                 for _ in range(3)] for _ in range(2)
+            )  # fmt: skip
+            for target, outs in ((ops, mine), (reference, wanted)):
+                target.copy_pair(outs[0], outs[1], 3, x, case.x * 2)
+                copy = target.prepare_copy(x)
+                for _ in range(2):
+                    copy(outs[2], 2, tokens // 5, tokens - tokens // 7)
+            for one, other in zip(mine, wanted, strict=True):
+                same = (one == other) | (one.isnan() & other.isnan())
+                require(same.all(), f"copy to {dtype}: {int((~same).sum())} values differ")
+
+
 def _two_chunks(quantwm: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, Tensor]:
     """A span of two chunks from one: the second chunk's secondary scale is half the first's."""
     secondary = torch.stack((quantwm[2], quantwm[2] / 2), dim=1).contiguous()
@@ -320,3 +339,4 @@ def agree(ops: Ops, case: Case, clip: float = 1.0, truncates: bool = False) -> N
     qvg = agree_encode_qvg(ops, case, ids)
     quantwm = agree_encode_quantwm(ops, case, ids, clip)
     agree_decode(ops, case, ids, qvg, quantwm, truncates)
+    agree_copy(ops, case, truncates)

@@ -1,4 +1,4 @@
-"""Decode a range of a packed span straight into the attention's buffer (the staged path)."""
+"""Decode a range of a span straight into the attention's buffer (the staged path), or copy it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels import checks, tuning
 from kernels.format import CODES_PER_BYTE
-from kernels.launch import PreparedLaunch
+from kernels.launch import PreparedLaunch, launch
 from kernels.tile import e4m3_value
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -141,6 +141,60 @@ def decode_affine_kernel(
     _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
 
 
+@triton.jit
+def _copy_rows(
+    out_ptr, out_stride_h, out_stride_n, x_ptr, x_stride_h, x_stride_n, head, to, rows, valid,
+    D: tl.constexpr,
+):  # fmt: skip
+    offs_d = tl.arange(0, D)[None, :]
+    x_ptrs = x_ptr + head * x_stride_h + rows[:, None] * x_stride_n + offs_d
+    x = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
+    out_ptrs = out_ptr + head * out_stride_h + to[:, None] * out_stride_n + offs_d
+    same: tl.constexpr = x.dtype == out_ptr.dtype.element_ty
+    tl.store(
+        out_ptrs, x if same else x.to(tl.float32).to(out_ptr.dtype.element_ty),
+        mask=valid[:, None],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["offset", "start", "stop"])
+def copy_kernel(
+    out_ptr, out_stride_h, out_stride_n,
+    offset, start, stop,  # runtime: only in masks and addresses
+    x_ptr, x_stride_h, x_stride_n, D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Tokens start .. stop - 1 of x, in out's type. Grid (token blocks, heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    _copy_rows(
+        out_ptr, out_stride_h, out_stride_n, x_ptr, x_stride_h, x_stride_n, head,
+        rows - start + offset, rows, rows < stop, D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["offset", "n_tokens", "heads"])
+def copy_pair_kernel(
+    k_out_ptr, v_out_ptr, out_stride_h, out_stride_n, k_ptr, k_stride_h, k_stride_n,
+    v_ptr, v_stride_h, v_stride_n,
+    offset, n_tokens,  # runtime: only in masks and addresses
+    heads,  # runtime
+    D: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """All tokens of k and of v to their outputs. Grid (token blocks, 2 * heads)."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    head = tl.program_id(1).to(tl.int64)
+    if head < heads:
+        _copy_rows(
+            k_out_ptr, out_stride_h, out_stride_n, k_ptr, k_stride_h, k_stride_n, head,
+            rows + offset, rows, rows < n_tokens, D,
+        )  # fmt: skip
+    else:
+        _copy_rows(
+            v_out_ptr, out_stride_h, out_stride_n, v_ptr, v_stride_h, v_stride_n, head - heads,
+            rows + offset, rows, rows < n_tokens, D,
+        )  # fmt: skip
+
+
 class Decoder:
     """Decodes ranges of one packed span, whose tensors were checked when it was made."""
 
@@ -189,6 +243,51 @@ def _check(
     return heads, tokens, dim
 
 
+def prepare_copy(x: Tensor) -> Decoder:
+    """The decoder of a span that is not compressed: x float32 or bfloat16 [H, N, D]."""
+    checks.rows("x", x)
+    heads, tokens, dim = x.shape
+    checks.geometry(dim)
+    row = tuning.COPY[dim]
+    constants = {
+        "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
+        "num_stages": row.num_stages,
+    }  # fmt: skip
+    prepared = PreparedLaunch(copy_kernel, (x, x.stride(0), x.stride(1)), constants, heads)
+    return Decoder(prepared, (heads, tokens, dim), x.device, row.block_n)
+
+
+def copy_pair(k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
+    """k and v to k_out[:, offset : offset + N] and v_out[...] in one launch.
+
+    k, v: float32 or bfloat16 [H, N, D] with adjacent channels; k_out, v_out: as in `Decoder`, with
+    the same strides. ValueError on anything else.
+    """
+    (heads, tokens, dim), (out_heads, capacity, out_dim) = k.shape, k_out.shape
+    stride_h, stride_n, stride_d = strides = k_out.stride()
+    k_strides, v_strides = k.stride(), v.stride()
+    fits = 0 <= offset <= capacity - tokens and out_heads == heads and out_dim == dim
+    alike = v.shape == k.shape and v_out.shape == k_out.shape and v_out.stride() == strides
+    plain = stride_d == k_strides[2] == v_strides[2] == 1 and dim in tuning.COPY
+    types = {k.dtype, v.dtype, k_out.dtype, v_out.dtype}.issubset(FLOATS)
+    here = k.device == v.device == k_out.device == v_out.device
+    if not (fits and alike and plain and types and here):
+        raise ValueError(
+            f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} do not go to "
+            f"{k_out.dtype} {tuple(k_out.shape)} and {tuple(v_out.shape)} at {offset}"
+        )
+    row = tuning.COPY[dim]
+    args = (
+        k_out, v_out, stride_h, stride_n, k, k_strides[0], k_strides[1], v, v_strides[0],
+        v_strides[1], offset, tokens, heads,
+    )  # fmt: skip
+    constants = {
+        "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
+        "num_stages": row.num_stages,
+    }  # fmt: skip
+    launch(copy_pair_kernel, (-(-tokens // row.block_n), 2 * heads), args, constants)
+
+
 def prepare_qvg(
     codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, group_size: int
 ) -> Decoder:
@@ -209,8 +308,8 @@ def prepare_qvg(
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    launch = PreparedLaunch(decode_ternary_kernel, fixed, constants, heads)
-    return Decoder(launch, (heads, tokens, dim), codes.device, row.block_n)
+    prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants, heads)
+    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
 
 
 def prepare_quantwm(
@@ -251,5 +350,5 @@ def prepare_quantwm(
         "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    launch = PreparedLaunch(decode_affine_kernel, fixed, constants, heads)
-    return Decoder(launch, (heads, tokens, dim), codes.device, row.block_n)
+    prepared = PreparedLaunch(decode_affine_kernel, fixed, constants, heads)
+    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

@@ -66,6 +66,11 @@ DECODE_PSAC = {
     128: Launch(64, 0, 4, 1, TIMED + "0.054 ms, second 0.054"),
     256: Launch(16, 0, 4, 1, COMPILED),
 }
+COPY = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
 
 
 def dot_mode(x: torch.Tensor) -> tuple[torch.dtype, tl.dtype]:

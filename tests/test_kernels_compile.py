@@ -109,6 +109,8 @@ def run_launchers(dim: int, group_size: int, rank: int) -> None:
     centroids, ids = torch.zeros(2, 256, dim).bfloat16(), torch.zeros(2, 100, dtype=torch.uint8)
     basis, eigenvalues = torch.zeros(2, dim, rank).bfloat16(), torch.ones(2, rank)
     out, stops = torch.zeros(2, 200, dim).bfloat16(), torch.tensor([100], dtype=torch.int32)
+    decode.prepare_copy(x.transpose(0, 1).contiguous().transpose(0, 1))(out, 0, 0, 100)
+    decode.copy_pair(out.float(), out.float(), 0, x, x)
     kmeans.assign(x, centroids)
     kmeans.assign(x, centroids.float())
     kmeans.assign_qsac(x, centroids, torch.ones(2, dim), group_size, 4)
@@ -145,7 +147,7 @@ def test_every_launch_row_compiles(
     assert {launched.kernel.__name__ for launched in launches} == {
         "prepare_kernel", "assign_kernel", "update_kernel", "encode_ternary_kernel",
         "largest_scale_kernel", "encode_affine_kernel", "decode_ternary_kernel",
-        "decode_affine_kernel",
+        "decode_affine_kernel", "copy_kernel", "copy_pair_kernel",
     }  # fmt: skip
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
@@ -167,7 +169,7 @@ def test_lengths_are_not_specialised() -> None:
     kernels = [
         getattr(m, n) for m in (kmeans, encode, decode) for n in vars(m) if n.endswith("_kernel")
     ]
-    assert len(kernels) == 8
+    assert len(kernels) == 10
     for kernel in kernels:
         for parameter in kernel.params:
             if parameter.name in growing:

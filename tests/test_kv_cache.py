@@ -438,7 +438,8 @@ def test_not_finite_input_is_named_and_not_kept(role: str) -> None:
     cache.attend(1, *qkv(0, 6), clean=True)
 
 
-def test_on_cuda_one_read_at_the_end_finds_what_is_not_finite() -> None:
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_on_cuda_one_read_at_the_end_finds_what_is_not_finite(bad: float) -> None:
     """The CUDA path, with CPU tensors that say that they are on CUDA."""
     cache, twin = make_cache("quantwm"), make_cache("quantwm")
     for each in (cache, twin):
@@ -448,7 +449,7 @@ def test_on_cuda_one_read_at_the_end_finds_what_is_not_finite() -> None:
         for layer in range(SPEC.layers):
             q, k, v = qkv(layer, 6)
             if layer == 1:
-                v[0, 0, 0] = torch.inf
+                v[0, 0, 0] = bad
             cache.attend(layer, q, k, v, clean=True)
         with pytest.raises(UserError, match=r"layer 1 values \(stream self\) hold NaN"):
             cache.finalize_chunk()

@@ -46,28 +46,29 @@ def _check_shape(spec: CacheSpec, layer: int, name: str, x: Tensor, tokens: int 
 
 
 def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool) -> None:
-    """UserError when a tensor holds NaN or infinity; on CUDA the flag is kept for later.
+    """UserError when a tensor holds NaN or infinity; on CUDA the extremes are kept for later.
 
-    Reading a flag stops the CUDA stream, so one layer's check must not cost one.
+    Reading them stops the CUDA stream, so one layer's check must not cost one.
     """
     checked = [("keys", write.k), ("values", write.v)]
     if queries and write.q is not None:
         checked.append(("queries", write.q))
     for role, tensor in checked:
         name = f"layer {write.layer} {role} (stream {write.stream})"
-        finite = torch.isfinite(tensor).all()
         if tensor.is_cuda:
-            chunk.finite.append((name, finite))
-        elif not finite:
+            # One launch; isfinite().all() is five. Both are NaN where anything is.
+            chunk.extremes.append((name, *torch.aminmax(tensor)))
+        elif not torch.isfinite(tensor).all():
             raise UserError(_not_finite(name))
 
 
 def check_flags(chunk: OpenChunk) -> None:
-    """The flags of all CUDA writes of the chunk, in one read."""
-    if not chunk.finite:
+    """The extremes of all CUDA writes of the chunk, in one read."""
+    if not chunk.extremes:
         return
-    flags = torch.stack([flag for _, flag in chunk.finite]).tolist()
-    for (name, _), finite in zip(chunk.finite, flags, strict=True):
+    names, lows, highs = zip(*chunk.extremes, strict=True)
+    flags = (torch.stack(lows).isfinite() & torch.stack(highs).isfinite()).tolist()
+    for name, finite in zip(names, flags, strict=True):
         if not finite:
             raise UserError(_not_finite(name))
 

@@ -79,7 +79,7 @@ class OpenChunk:
         generator_state: of k-means before the chunk, for abort_chunk.
         guide: how it is encoded; made from past queries when the first layer is written.
         writes: by slot.
-        finite: (tensor's name, flag on the device) of every CUDA write, read once at the end.
+        extremes: (name, least, largest) of every CUDA write, on the device, read at the end.
     """
 
     first_frame: int
@@ -90,7 +90,7 @@ class OpenChunk:
     generator_state: Tensor
     guide: ChunkGuide | None = None
     writes: dict[int, PendingWrite] = field(default_factory=dict)
-    finite: list[tuple[str, Tensor]] = field(default_factory=list)
+    extremes: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def stop_frame(self) -> int:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kernels.format import MAX_CANDIDATES, unsupported
+from kernels.format import HEAD_DIMS, MAX_CANDIDATES, unsupported
 from quantwm.cache import reference
 from quantwm.errors import UserError
 
@@ -90,6 +90,14 @@ class Ops(Protocol):
         coefficient_scales float16 [H, N] | None. A row that the gate refuses is all zero with
         scale 0.
         """
+        ...
+
+    def copy_pair(self, k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
+        """k and v [H, N, D] to k_out[:, offset : offset + N] and v_out[...], in their type."""
+        ...
+
+    def prepare_copy(self, x: Tensor) -> Decode:
+        """The decoder of a span that is not compressed. x: [H, N, D]."""
         ...
 
     def prepare_qvg(
@@ -250,6 +258,13 @@ class TritonOps:
         ops = self._encode if covered else reference
         return ops.encode_quantwm(x, ids, centroids, group_size, clip, basis, eigenvalues)
 
+    def copy_pair(self, k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
+        ops = self._decode if _copied(k, k_out) and _copied(v, v_out) else reference
+        ops.copy_pair(k_out, v_out, offset, k, v)
+
+    def prepare_copy(self, x: Tensor) -> Decode:
+        return (self._decode if _copied(x, x) else reference).prepare_copy(x)
+
     def prepare_qvg(
         self, codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, group_size: int
     ) -> Decode:
@@ -290,6 +305,13 @@ class TritonOps:
             None if basis is None else basis.contiguous(),
             first_corrected,
         )
+
+
+def _copied(x: Tensor, out: Tensor) -> bool:
+    """Whether the copying kernels take these; PyTorch's copy is no slower on the device."""
+    types = (torch.float32, torch.bfloat16)
+    adjacent = x.stride(2) == 1 and x.device == out.device
+    return adjacent and x.dtype in types and x.shape[2] in HEAD_DIMS
 
 
 def _uncovered_rows(

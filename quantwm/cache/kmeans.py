@@ -90,7 +90,8 @@ def fit(
         positions = drawn.repeat(-(-k // len(drawn)))[:k]
         # Not blocking: else the copy would wait for all that is queued.
         init = x.index_select(1, positions.to(x.device, non_blocking=True))
-    centroids = init.float()
+    # As they come: of BF16 ones a kernel needs half the products, exactly.
+    centroids = init
     for _ in range(iterations):
         centroids = update(x, assign(x, centroids), centroids)
-    return centroids
+    return centroids.float()

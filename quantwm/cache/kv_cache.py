@@ -25,6 +25,7 @@ from quantwm.cache.chunk import (
     LayerWrite,
     OpenChunk,
 )
+from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import grown, guide_for
 from quantwm.cache.ledger import Ledger, take_stock, with_companions
@@ -325,7 +326,7 @@ class KVCache:
         shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
         keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
         self._decode(slot, keys, values, first_visible)
-        keys[:, past:], values[:, past:] = write.k, write.v
+        ops_for(self.device).copy_pair(keys, values, past, write.k, write.v)
         return keys, values, past
 
     def _require_open(self, call: str) -> OpenChunk:

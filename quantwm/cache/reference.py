@@ -26,10 +26,12 @@ from quantwm.cache.pack import CODES_PER_BYTE, LEVELS, pack, unpack, unpack_rang
 __all__ = [
     "assign",
     "assign_qsac",
+    "copy_pair",
     "decode_quantwm_into",
     "decode_qvg_into",
     "encode_quantwm",
     "encode_qvg",
+    "prepare_copy",
     "prepare_quantwm",
     "prepare_qvg",
     "update",
@@ -168,6 +170,21 @@ def decode_quantwm_into(
                     rows_psac[head, begin - correct_from : last - correct_from], directions[head]
                 )
             out[head, offset + first - start : offset + last - start] = values
+
+
+def copy_pair(k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
+    """See `dispatch.Ops.copy_pair`."""
+    tokens = slice(offset, offset + k.shape[1])
+    k_out[:, tokens], v_out[:, tokens] = k, v
+
+
+def prepare_copy(x: Tensor) -> Callable[[Tensor, int, int, int], None]:
+    """See `dispatch.Ops.prepare_copy`."""
+
+    def copy(out: Tensor, offset: int, start: int, stop: int) -> None:
+        out[:, offset : offset + stop - start] = x[:, start:stop]
+
+    return copy
 
 
 def prepare_qvg(*span: Any) -> Callable[[Tensor, int, int, int], None]:

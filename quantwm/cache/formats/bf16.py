@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role
 
 
@@ -26,6 +28,10 @@ class Bf16Span:
     """values: bfloat16 [H, N, D]; float32 where the config is exact."""
 
     values: Tensor
+
+    @cached_property
+    def decode(self) -> Decode:
+        return ops_for(self.values.device).prepare_copy(self.values)
 
 
 class Bf16Format:
@@ -67,7 +73,7 @@ class Bf16Format:
         return list(spans)
 
     def decode_into(self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int) -> None:
-        out[:, offset : offset + stop - start] = span.values[:, start:stop]
+        span.decode(out, offset, start, stop)
 
     def tokens(self, span: Bf16Span) -> int:
         return span.values.shape[1]
