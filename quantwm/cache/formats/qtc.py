@@ -184,7 +184,7 @@ class QtcFormat:
             positions=None if rope is None else known.positions,
             rope=rope,
             basis=basis,
-            generation=known.generation,
+            asked_at=known.asked_at,
         )
 
     def join(self, first: QtcSpan, second: QtcSpan) -> QtcSpan:

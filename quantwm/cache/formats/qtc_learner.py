@@ -1,8 +1,8 @@
 """Life of a basis: learned from past chunks only, replaced at growing distances and when it pays.
 
-The first basis comes when enough tokens have been seen. From then on the question is put each time
-their number has doubled: would a new basis take more off the measured error than its own bytes
-would, spent on codes?
+The first basis comes when enough tokens have been seen. From then on, each time their number has
+grown by half, the question is: would a new basis take more off the error, as measured since the
+last time, than its own bytes would if they were spent on codes?
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, fu
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import RopeLayout
 
+GROWTH = 1.5
 KEY_SHRINKAGE, VALUE_SHRINKAGE = 0.05, 0.03
 
 
@@ -73,7 +74,7 @@ class SlotGuide:
     horizon_frames: int
     keys: Basis | None
     values: Basis | None
-    generation: int = 0
+    asked_at: int = 0
 
     @classmethod
     def unknown(cls, tokens: int, device: torch.device) -> SlotGuide:
@@ -105,7 +106,7 @@ class LearnedGuide:
             self.horizon_frames,
             None if lesson is None else lesson.keys[slot],
             None if lesson is None else lesson.values[slot],
-            0 if lesson is None else lesson.generation,
+            0 if lesson is None else lesson.asked_at,
         )
 
     def select(self, keep: slice | Tensor) -> LearnedGuide:
@@ -157,7 +158,7 @@ class QtcLearner:
             queries = None if queries is None else rotate_(queries.clone(), turn, inverse=True)
         before = self.statistics[slot]
         after = before.with_chunk(keys, v.float(), queries)
-        if encoded is None or encoded[0].generation == 0:
+        if encoded is None or encoded[0].asked_at == 0:
             return after
         return self._with_residual(before, after, keys, v, encoded)
 
@@ -181,7 +182,7 @@ class QtcLearner:
                 value_error.square().sum((1, 2), dtype=torch.float64),
             )
         )
-        return after.with_residual(cost, tokens, encoded[0].generation)
+        return after.with_residual(cost, tokens, encoded[0].asked_at)
 
     def with_chunk(self, observed: Mapping[int, SlotStatistics]) -> QtcLearner:
         updated = [observed.get(slot, old) for slot, old in enumerate(self.statistics)]
@@ -194,7 +195,7 @@ class QtcLearner:
     def lesson(self, current: Lesson | None) -> Lesson | None:
         """The bases for the next chunk: the current ones, new ones, or none yet."""
         seen = min(slot.keys.count for slot in self.statistics)
-        asked = self.coding.first_tokens if current is None else 2 * current.asked_at
+        asked = self.coding.first_tokens if current is None else GROWTH * current.asked_at
         if seen < asked:
             return current
         try:
@@ -246,7 +247,7 @@ class QtcLearner:
         A basis lasts, on average, as long again as the history that taught it (or the window).
         Its bits spread over those tokens would, as code bits, take 6 dB per bit and channel.
         """
-        measured = [s for s in self.statistics if s.basis == current.generation]
+        measured = [s for s in self.statistics if s.asked_at == current.asked_at]
         if len(measured) != len(self.statistics) or not measured[0].residual_count:
             return False
         cost = torch.stack([slot.residual / slot.residual_count for slot in measured])

@@ -26,7 +26,7 @@ class QtcSpan:
         positions: where the tokens stand, where rope asks for it.
         rope: what turns decoded keys; None for values and for keys without position.
         basis: None is the fallback of qtc_fallback.py.
-        generation: of the basis, 0 without.
+        asked_at: of the lesson that a chunk was encoded by (qtc_learner.py), 0 without a basis.
     """
 
     codes: Tensor
@@ -38,7 +38,7 @@ class QtcSpan:
     positions: TokenPositions | None
     rope: RopeLayout | None
     basis: Basis | None
-    generation: int
+    asked_at: int
 
     @property
     def tokens(self) -> int:

@@ -69,8 +69,8 @@ class SlotStatistics:
     Attributes:
         keys, values: their moments.
         queries: theirs.
-        residual: float64 [2, H], summed cost of the errors of keys and of values encoded in the
-            basis of generation `basis`, over `residual_count` tokens.
+        residual: float64 [2, H], summed cost of the errors of keys and of values over the
+            `residual_count` tokens that were encoded since a lesson's `asked_at`.
     """
 
     keys: Moments
@@ -78,7 +78,7 @@ class SlotStatistics:
     queries: QueryMoment
     residual: Tensor
     residual_count: int = 0
-    basis: int = 0
+    asked_at: int = 0
 
     @classmethod
     def empty(cls, device: torch.device) -> SlotStatistics:
@@ -95,10 +95,10 @@ class SlotStatistics:
         seen = replace(self, keys=self.keys.with_chunk(k), values=self.values.with_chunk(v))
         return seen if q is None else replace(seen, queries=self.queries.with_chunk(q))
 
-    def with_residual(self, cost: Tensor, tokens: int, basis: int) -> SlotStatistics:
+    def with_residual(self, cost: Tensor, tokens: int, asked_at: int) -> SlotStatistics:
         """cost: float64 [2, H], summed over `tokens` tokens."""
-        if basis != self.basis:
-            return replace(self, residual=cost, residual_count=tokens, basis=basis)
+        if asked_at != self.asked_at:
+            return replace(self, residual=cost, residual_count=tokens, asked_at=asked_at)
         return replace(
             self,
             residual=self.residual + cost,
