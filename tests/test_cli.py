@@ -392,3 +392,19 @@ def test_a_named_preset_keeps_its_own_centroids(capsys):
     ]
     books = [[method["bytes"]["codebooks"] // (2 * 128 * 2) for method in run] for run in found]
     assert books == [[256, 64, 256], [16, 16, 16]]
+
+
+def test_a_recording_that_was_cut_off_is_not_called_identical(tmp_path, capsys):
+    play(capsys, tmp_path / "s", "--no-video", lanes="bf16")
+    metrics = tmp_path / "s" / "metrics.csv"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    status, document, err = call(capsys, "replay", tmp_path / "s")
+    assert (status, document) == (2, None)
+    assert "hashes of lane bf16 end in chunk 4" in err.splitlines()[-1]
+    path = tmp_path / "s" / "session.json"
+    path.write_text(path.read_text().replace('"complete": true', '"complete": false'))
+    status, document, _ = call(capsys, "replay", tmp_path / "s")
+    assert (status, document["bit_identical"], document["blocks"]) == (0, True, 3)
+    (tmp_path / "s" / "actions.ndjson").write_text("")
+    status, _, err = call(capsys, "replay", tmp_path / "s")
+    assert status == 2 and "nothing to replay" in err

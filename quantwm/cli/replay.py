@@ -37,7 +37,7 @@ class LaneCheck:
         self._video: Iterator[np.ndarray] | None = None
         if path is not None and has_pyav():
             self._video = iter_video(path)
-        elif not self._hashes and session.actions:
+        elif not self._hashes:
             raise UserError(f"lane {lane} has neither a readable video nor hashes to compare with")
 
     @property
@@ -71,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Rerun the session. Status 0 when every frame is bit-identical, 1 when one differs."""
     session = load_session(arguments.folder)
     info = session.info
+    if not session.actions:
+        raise UserError(f"{arguments.folder} holds no action: there is nothing to replay")
     spec = world_spec(info.world)
     if (tuple(spec.keys), spec.cache.frames_per_chunk) != (info.keys, info.frames_per_chunk):
         raise UserError(f"the world {info.world} of this version has other keys than the session")
@@ -103,7 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             ours = {lane.name: lane.frames for lane in block.lanes}
             recorded = [check.check(block.index, frames, ours[check.lane]) for check in checks]
             if not all(recorded):
-                say(f"the recording ends in chunk {block.index}, before its actions do")
+                short = next(c for c, found in zip(checks, recorded, strict=True) if not found)
+                _recording_ended(session, short, block.index)
                 break
             frames += len(block.lanes[0].frames)
             blocks += 1
@@ -113,6 +116,19 @@ def run(arguments: argparse.Namespace) -> int:
     for check in checks:
         check.close()
     return _report(session, checks, frames, blocks, str(device), kernels)
+
+
+def _recording_ended(session: Session, short: LaneCheck, block: int) -> None:
+    """A killed run may have less than its actions say; a finished one was cut off afterwards."""
+    verb = "s" if short.source == "video" else ""
+    text = (
+        f"the {short.source} of lane {short.lane} end{verb} in chunk {block}, before its actions do"
+    )
+    if session.complete:
+        raise UserError(f"{text}, though the session was finished: restore it")
+    if block == 1:
+        raise UserError(f"{text}: there is nothing to compare with")
+    say(text)
 
 
 def _tokens_of(session: Session, spec: WorldSpec) -> int:
