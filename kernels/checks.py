@@ -31,8 +31,9 @@ def packed(
     name: str, tensor: Tensor, dtype: torch.dtype | tuple[torch.dtype, ...], shape: tuple[int, ...]
 ) -> None:
     """tensor must be contiguous with this dtype (or one of these) and shape."""
-    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
-    if tensor.dtype not in dtypes or tuple(tensor.shape) != shape:
+    fits = tensor.dtype in dtype if isinstance(dtype, tuple) else tensor.dtype == dtype
+    if not fits or tensor.shape != shape:
+        dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
         wanted = " or ".join(str(d) for d in dtypes)
         raise ValueError(
             f"{name} must be {wanted} {shape}, got {tensor.dtype} {tuple(tensor.shape)}"
@@ -43,6 +44,8 @@ def packed(
 
 def together(*tensors: Tensor | None) -> None:
     """All tensors must be on the device of the first."""
-    devices = {t.device for t in tensors if t is not None}
-    if len(devices) > 1:
+    present = [t for t in tensors if t is not None]
+    first = present[0].device
+    if any(t.device != first for t in present):
+        devices = {t.device for t in present}
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")

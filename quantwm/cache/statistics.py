@@ -35,7 +35,7 @@ class QueryStatistics:
             return
         self.reserve()
         for slot, added in pending.items():
-            self.moments[slot] += added
+            self.moments[slot].add_(added)  # += would copy the sum onto itself
         self.count += tokens
 
     def weights(self) -> Tensor | None:
