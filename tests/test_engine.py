@@ -10,6 +10,7 @@ import torch
 from small_world import SPEC, SmallWorld
 
 import quantwm.engine as engine_module
+import quantwm.engine_checks as engine_checks
 from quantwm.actions import parse_actions
 from quantwm.cache.spec import CachePolicy
 from quantwm.engine import Engine, chunk_noise
@@ -193,6 +194,19 @@ def test_failed_denoising_leaves_the_engine_usable():
         np.testing.assert_array_equal(frames(blocks, lane), frames(baseline(), lane))
 
 
+def test_a_failed_start_leaves_no_lane_ahead_of_others():
+    world = SmallWorld()
+    with Engine(world, lanes_for(SPEC, ALL), seed=1) as engine:
+        world.fail["commit"] = ("quantwm", torch.OutOfMemoryError("CUDA out of memory"))
+        with pytest.raises(UserError, match="ran out of memory, nothing was started"):
+            engine.start()
+        with pytest.raises(UserError, match="not started"):
+            engine.step(ACTIONS[0])
+        blocks = [engine.start(), *(engine.step(action) for action in ACTIONS)]
+    for lane in ALL:
+        np.testing.assert_array_equal(frames(blocks, lane), frames(baseline(), lane))
+
+
 def test_nan_latents_are_named_and_dropped():
     world = SmallWorld()
     original = world.generate_chunk
@@ -258,7 +272,7 @@ def test_closed_or_not_started_engines_say_so():
 
 
 def test_too_little_memory_is_found_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(engine_module, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(engine_checks, "free_bytes", lambda device: 2**20)
     monkeypatch.setattr(engine_module, "KVCache", None)
     with pytest.raises(UserError, match=r"too little memory.*1,048,576 bytes.*tokens") as caught:
         Engine(SmallWorld(), lanes_for(SPEC, ALL), seed=0)
@@ -269,7 +283,7 @@ def test_too_little_memory_is_found_before_anything_is_allocated(monkeypatch):
     ("names", "options", "words"),
     [
         ((), {}, "name at least one lane"),
-        (("bf16", "kivi9"), {}, "unknown lane 'kivi9'; there are bf16, qvg, quantwm"),
+        (("bf16", "kivi9"), {}, "unknown lane 'kivi9'; there are bf16, qvg"),
         (("bf16", "bf16"), {}, "named twice"),
         (("qvg",), {"mode": "teacher"}, "needs a bf16 lane"),
         (("bf16",), {"mode": "x"}, "unknown mode 'x'; there are free, teacher"),
