@@ -15,14 +15,22 @@ from quantwm.actions import check_action
 from quantwm.cache import dispatch
 from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
-from quantwm.cache.plan import plan_lanes, require_memory
 from quantwm.cache.workspace import Workspace
+from quantwm.engine_checks import (
+    OUT_OF_MEMORY,
+    check_memory,
+    check_start,
+    checked_seed,
+    first_scene,
+    fitted_picture,
+    is_out_of_memory,
+    steps_for,
+)
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
 from quantwm.lanes import check_lanes, is_bf16, limit_history, max_tokens_for
-from quantwm.memory import free_bytes, read_memory
+from quantwm.memory import read_memory
 from quantwm.tensor_files import TensorRecorder
-from quantwm.video import fit
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, StartState, World
 
 T = TypeVar("T")
@@ -74,11 +82,11 @@ class Engine:
         max_tokens: int | None = None,
         recorder: TensorRecorder | None = None,
     ) -> None:
-        self.world, self.seed, self.mode = world, _checked_seed(seed), mode
-        self.image = None if image is None else _fitted(image, world.spec.video_size)
-        self.scene = scene if image is not None else scene or _first_scene(world)
+        self.world, self.seed, self.mode = world, checked_seed(seed), mode
+        self.image = None if image is None else fitted_picture(image, world.spec.video_size)
+        self.scene = scene if image is not None else scene or first_scene(world)
         self.prompt = prompt
-        self.steps = _steps_for(world, steps)
+        self.steps = steps_for(world, steps)
         self.max_tokens = max_tokens_for(world.device, max_tokens)
         spec = world.spec.cache
         self.lanes = tuple(
@@ -86,7 +94,7 @@ class Engine:
             for lane in lanes
         )
         check_lanes(self.lanes, mode)
-        _check_memory(world, self.lanes)
+        check_memory(world, self.lanes)
         self._recorder = recorder
         self._workspace: Workspace | None = None
         self._running: list[_Lane] = []
@@ -98,16 +106,14 @@ class Engine:
         self._check_open()
         self._drop_lanes()
         began = time.perf_counter()
-        world, size = self.world, self.world.spec.cache.frames_per_chunk
-        state = world.start(self.scene, self.image, self.prompt, self.seed)
-        _check_start(state, size)
-        self._workspace = Workspace()
-        self._running = [self._make_lane(config) for config in self.lanes]
-        milliseconds: dict[str, float] = {}
-        for lane in self._running:
-            _, milliseconds[lane.config.name] = self._timed(
-                lambda lane=lane: self._prefill(lane, state)
-            )
+        size = self.world.spec.cache.frames_per_chunk
+        try:
+            state, milliseconds = self._start_lanes(size)
+        except BaseException as error:
+            self._drop_lanes()  # some would be ahead of others
+            if is_out_of_memory(error):
+                raise UserError(OUT_OF_MEMORY.format("nothing was started")) from error
+            raise
         self._index = 0
         frames = {lane.config.name: state.frames for lane in self._running}
         # A world whose first chunk is its own starts without context and without an action.
@@ -159,6 +165,18 @@ class Engine:
         """Latent frames generated so far, the start scene counted."""
         return self._running[0].state.next_frame if self._running else 0
 
+    def _start_lanes(self, frames_per_chunk: int) -> tuple[StartState, dict[str, float]]:
+        state = self.world.start(self.scene, self.image, self.prompt, self.seed)
+        check_start(state, frames_per_chunk)
+        self._workspace = Workspace()
+        self._running = [self._make_lane(config) for config in self.lanes]
+        milliseconds: dict[str, float] = {}
+        for lane in self._running:
+            _, milliseconds[lane.config.name] = self._timed(
+                lambda lane=lane: self._prefill(lane, state)
+            )
+        return state, milliseconds
+
     def _denoise(
         self, index: int, action: ChunkAction, noise: torch.Tensor
     ) -> tuple[dict[str, ChunkOutput], dict[str, np.ndarray], dict[str, float]]:
@@ -182,8 +200,8 @@ class Engine:
         except BaseException as error:
             outputs.clear()
             self._abort()
-            if _is_out_of_memory(error):
-                raise UserError(_OUT_OF_MEMORY.format(f"chunk {index} was dropped")) from error
+            if is_out_of_memory(error):
+                raise UserError(OUT_OF_MEMORY.format(f"chunk {index} was dropped")) from error
             raise
         return outputs, frames, milliseconds
 
@@ -226,8 +244,8 @@ class Engine:
         if committed:
             self.close()
         after = "the engine is closed, start a new one" if committed else "the chunk was dropped"
-        if _is_out_of_memory(error):
-            message = _OUT_OF_MEMORY.format(f"in chunk {index} {after}")
+        if is_out_of_memory(error):
+            message = OUT_OF_MEMORY.format(f"in chunk {index} {after}")
         else:
             message = f"the clean pass of lane {name} failed in chunk {index} ({error}); {after}"
         message = " ".join(message.split())
@@ -341,66 +359,3 @@ def chunk_noise(seed: int, index: int, shape: Sequence[int]) -> torch.Tensor:
     mixed = np.random.SeedSequence((seed, index)).generate_state(1, np.uint64)[0]
     generator = torch.Generator().manual_seed(int(mixed) >> 1)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
-
-
-_OUT_OF_MEMORY = (
-    "the device ran out of memory, {}; free memory, drop a lane or keep less history (--max-tokens)"
-)
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # the CPU allocator raises a plain RuntimeError
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
-
-
-def _checked_seed(seed: int) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise UserError(f"a seed is a whole number from 0 to 2^63 - 1, got {seed!r}")
-    return seed
-
-
-def _steps_for(world: World, steps: int | None) -> int:
-    if steps is None:
-        defaults = world.spec.default_steps
-        return defaults.get(world.device.type) or max(defaults.values())
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:
-        raise UserError(f"steps is a whole number from 1 to 1000, got {steps!r}")
-    return steps
-
-
-def _first_scene(world: World) -> str | None:
-    # named, so that a session repeats its scene even after others were added before it
-    scenes = world.scenes()
-    return scenes[0].name if scenes else None
-
-
-def _fitted(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """A picture [H, W, 3] or clip [T, H, W, 3] in the world's size; a clip of one is a picture."""
-    if image.dtype != np.uint8 or image.ndim not in (3, 4) or image.shape[-1] != 3:
-        raise UserError(
-            f"a start picture is uint8 [H, W, 3], a clip [T, H, W, 3]; got {image.dtype} "
-            f"{list(image.shape)}"
-        )
-    if 0 in image.shape:
-        raise UserError("the start picture is empty")
-    pictures = image if image.ndim == 4 else image[None]
-    fitted = np.stack([fit(picture, size) for picture in pictures])
-    return fitted[0] if len(fitted) == 1 else fitted
-
-
-def _check_memory(world: World, lanes: Sequence[LaneConfig]) -> None:
-    """UserError when the caches cannot fit; a lane without a window is planned for one span."""
-    planned = plan_lanes(world.spec.cache, lanes, itemsize=world.dtype.itemsize)
-    free = free_bytes(world.device)
-    if free is not None:
-        require_memory(planned, free)
-
-
-def _check_start(state: StartState, frames_per_chunk: int) -> None:
-    if len(state.latents) != len(state.actions) * frames_per_chunk:
-        raise UserError(
-            f"a start holds whole chunks of {frames_per_chunk} latent frames with their actions, "
-            f"got {len(state.latents)} frames and {len(state.actions)} actions"
-        )
