@@ -146,7 +146,7 @@ def _parse_keys(text: str, start: int, known: Sequence[str]) -> KeySet:
         if name not in known:
             raise UserError(
                 f"unknown key {_shown(name)} at character {start}; "
-                f"this world knows {_listed(known)} and none"
+                f"this world knows {_listed([*known, NONE])}"
             )
     if len(set(names)) != len(names):
         raise UserError(

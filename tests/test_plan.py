@@ -213,3 +213,13 @@ def test_a_history_of_very_many_spans_is_counted_and_not_listed() -> None:
     qvg = plan({"qvg": {"centroids": 4}}, load).methods[0]
     assert qvg.bytes["codebooks"] == 2 * (2**39 + 1) * 4 * 128 * 2
     assert qvg.bytes["ids"] == 2 * (2**40 + 1)
+
+
+def test_a_history_shorter_than_what_stays_bf16_is_held_once() -> None:
+    load = Workload(
+        layers=1, heads=1, head_dim=128, tokens=100, span_tokens=50, sink_tokens=80,
+        recent_tokens=60,
+    )  # fmt: skip
+    found = plan({"qvg": {}}, load).methods[0]
+    assert found.bytes == {"bf16_sink": 80 * 512, "bf16_recent": 20 * 512}
+    assert (found.ratio, found.resident_ratio) == (None, 1.0)

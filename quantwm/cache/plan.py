@@ -150,8 +150,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
             _add(held, {part: count * load.layers for part, count in shared.items()})
     packed = sum(held.values())
     bf16 = load.bf16_bytes_per_token
-    held["bf16_sink"] = min(load.sink_tokens, load.tokens) * bf16
-    held["bf16_recent"] = min(load.recent_tokens, load.tokens) * bf16
+    sink = min(load.sink_tokens, load.tokens)
+    held["bf16_sink"] = sink * bf16
+    held["bf16_recent"] = min(load.recent_tokens, load.tokens - sink) * bf16
     if fmt.uses_queries and load.tokens:
         # The moment, the open span's eigenvalues, and the weights that recent chunks wait with.
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
