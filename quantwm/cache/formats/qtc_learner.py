@@ -49,12 +49,14 @@ class Lesson:
         generation: counts bases since the cache was reset, from 1.
         keys, values: one basis per slot.
         asked_at: tokens seen when it was last asked whether a new one would pay.
+        promised: mean cost of a token's error, per slot, of keys and of values, per head.
     """
 
     generation: int
     keys: tuple[Basis, ...]
     values: tuple[Basis, ...]
     asked_at: int
+    promised: tuple[tuple[tuple[float, ...], tuple[float, ...]], ...]
 
     @property
     def key(self) -> int:
@@ -198,26 +200,27 @@ class QtcLearner:
         asked = self.coding.first_tokens if current is None else GROWTH * current.asked_at
         if seen < asked:
             return current
+        if current is not None and not self._pays(current, current, seen):
+            return replace(current, asked_at=seen)
         try:
-            renewed, expected = self._learn(1 if current is None else current.generation + 1, seen)
+            renewed = self._learn(1 if current is None else current.generation + 1, seen)
         except torch.linalg.LinAlgError as failure:
             kept = "codes without a basis" if current is None else "keeps its last basis"
             note_fallback(f"qtc {kept}: no basis comes of {seen:,} tokens ({failure})")
-            return current
-        if current is None or self._pays(current, renewed, expected, seen):
+            return current and replace(current, asked_at=seen)
+        if current is None or self._pays(current, renewed, seen):
             return renewed
         return replace(current, asked_at=seen)
 
-    def _learn(self, generation: int, seen: int) -> tuple[Lesson, Tensor]:
-        """New bases, and the cost they promise a token, float64 [slots, 2, H]."""
-        keys, values, expected = [], [], []
+    def _learn(self, generation: int, seen: int) -> Lesson:
+        keys, values, promised = [], [], []
         for slot in self.statistics:
             key, key_cost = self._fit(slot, 0, self._metric(slot))
             value, value_cost = self._fit(slot, 1, None)
             keys.append(key)
             values.append(value)
-            expected.append(torch.stack((key_cost, value_cost)))
-        return Lesson(generation, tuple(keys), tuple(values), seen), torch.stack(expected)
+            promised.append((tuple(key_cost.tolist()), tuple(value_cost.tolist())))
+        return Lesson(generation, tuple(keys), tuple(values), seen, tuple(promised))
 
     def _metric(self, slot: SlotStatistics) -> Tensor | None:
         head_dim = slot.keys.total.shape[1]
@@ -241,20 +244,23 @@ class QtcLearner:
             coding.max_widths[role],
         )
 
-    def _pays(self, current: Lesson, renewed: Lesson, expected: Tensor, seen: int) -> bool:
-        """Whether the measured error stands so far above the promise of new bases.
+    def _pays(self, current: Lesson, other: Lesson, seen: int) -> bool:
+        """Whether the measured error stands so far above another lesson's promise.
 
         A basis lasts, on average, as long again as the history that taught it (or the window).
-        Its bits spread over those tokens would, as code bits, take 6 dB per bit and channel.
+        Its bits spread over those tokens would, as code bits, take 6 dB per bit and channel. With
+        the current lesson for the other: whether to go and look, since on data as before a new
+        basis promises what the last one did.
         """
         measured = [s for s in self.statistics if s.asked_at == current.asked_at]
         if len(measured) != len(self.statistics) or not measured[0].residual_count:
             return False
         cost = torch.stack([slot.residual / slot.residual_count for slot in measured])
-        gained = torch.log2(cost.clamp(min=1e-30) / expected.clamp(min=1e-30)).mean((0, 2)) / 2
+        promised = torch.tensor(other.promised, dtype=torch.float64, device=cost.device)
+        gained = torch.log2(cost.clamp(min=1e-30) / promised.clamp(min=1e-30)).mean((0, 2)) / 2
         life = min(seen, self.window_tokens) if self.window_tokens else seen
         worth = 0.0
-        for role, bases in enumerate((renewed.keys, renewed.values)):
+        for role, bases in enumerate((other.keys, other.values)):
             coded = sum(16 * sum(w > 0 for w in widths) for b in bases for widths in b.host_widths)
             bits = 8 * sum(t.numel() * t.element_size() for b in bases for t in b.tensors())
             worth += float(gained[role]) * coded - bits / life
