@@ -408,3 +408,18 @@ def test_a_recording_that_was_cut_off_is_not_called_identical(tmp_path, capsys):
     (tmp_path / "s" / "actions.ndjson").write_text("")
     status, _, err = call(capsys, "replay", tmp_path / "s")
     assert status == 2 and "nothing to replay" in err
+
+
+def test_running_out_of_memory_gets_one_line(capsys, monkeypatch):
+    import quantwm.cli.worlds as worlds_module
+
+    def exhausted(arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
+
+    monkeypatch.setattr(worlds_module, "run", exhausted)
+    status, document, err = call(capsys, "worlds")
+    assert (status, document) == (2, None)
+    assert err.startswith("quantwm: out of memory") and len(err.splitlines()) == 1
+    monkeypatch.setattr(worlds_module, "run", lambda arguments: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        main(["worlds"])

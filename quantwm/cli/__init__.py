@@ -29,6 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"quantwm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        from quantwm.engine_checks import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:200]
+        print(f"quantwm: out of memory; use less input or free memory ({reason})", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("quantwm: stopped", file=sys.stderr)
         return 130
