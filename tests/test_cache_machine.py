@@ -93,7 +93,7 @@ policies = st.builds(
 )
 
 
-BUDGET = {"bf16": 0.0, "qvg": 0.9, "quantwm": 0.5, "qtc": 0.5}
+BUDGET = {"bf16": 0.0, "qvg": 0.9, "quantwm": 0.5, "qtc": 1.0}
 """Bounds of a frame's squared error over its energy, with 4 centroids fitted on Gaussian tokens."""
 
 
