@@ -18,17 +18,12 @@ from torch import Tensor
 
 from quantwm.cache import checks
 from quantwm.cache.attention import ScoreBias, attention
-from quantwm.cache.chunk import (
-    BF16,
-    Codebooks,
-    Encoder,
-    LayerWrite,
-    OpenChunk,
-)
+from quantwm.cache.chunk import BF16, Codebooks, Encoder, LayerWrite, OpenChunk
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import grown, guide_for
-from quantwm.cache.ledger import Ledger, take_stock, with_companions
+from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
+from quantwm.cache.reading import decode_visible, first_visible, visible_tokens
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics, moment
@@ -97,17 +92,9 @@ class KVCache:
 
     def ledger(self) -> Ledger:
         """Every byte held, by part."""
-        extra: list[tuple[str, Tensor]] = []
-        if self._statistics.moments is not None:
-            extra.append(("statistics", self._statistics.moments))
-        guides = [segment.guide for segment in self._segments if segment.guide is not None]
-        for guide in (ChunkGuide(self._span, None), *guides):
-            extra.extend(("statistics", tensor) for tensor in guide.statistics())
-            extra.extend(("bases", tensor) for tensor in guide.bases())
-        if self._learner is not None:
-            extra.extend(("statistics", tensor) for tensor in self._learner.tensors())
-        for pair in self._books.pairs.values():
-            extra.extend(("codebooks", book.centroids) for book in pair if book is not None)
+        extra = beside_spans(
+            self._segments, self._span, self._books, self._statistics, self._learner
+        )
         own = take_stock(
             self.spec, self._segments, extra, self._pending(), self.workspace.tensors()
         )
@@ -121,7 +108,7 @@ class KVCache:
         shape = (self.spec.heads, self.tokens, self.spec.head_dim)
         keys = torch.empty(shape, dtype=self.dtype, device=self.device)
         values = torch.empty_like(keys)
-        self._decode(slot, keys, values, first_visible=0)
+        decode_visible(self._segments, slot, keys, values, first=0)
         return keys, values
 
     # One chunk.
@@ -321,11 +308,11 @@ class KVCache:
             raise RuntimeError(
                 f"layer {write.layer} stream {write.stream} had its clean pass already"
             )
-        first_visible = self._first_visible(chunk.stop_frame)
-        past = sum(s.tokens - s.hidden_tokens(first_visible) for s in self._segments)
+        first = first_visible(self.policy, chunk.stop_frame)
+        past = visible_tokens(self._segments, first)
         shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
         keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
-        self._decode(slot, keys, values, first_visible)
+        decode_visible(self._segments, slot, keys, values, first)
         ops_for(self.device).copy_pair(keys, values, past, write.k, write.v)
         return keys, values, past
 
@@ -341,23 +328,8 @@ class KVCache:
                 "finalize_chunk or abort_chunk comes first"
             )
 
-    def _first_visible(self, stop_frame: int) -> int:
-        """First frame, the sink aside, that a chunk ending at stop_frame sees."""
-        if self.policy.window_frames is None:
-            return 0
-        return stop_frame - (self.policy.window_frames - self.policy.sink_frames)
-
     def _window_tokens(self) -> int:
         return (self.policy.window_frames or 0) * self.spec.tokens_per_frame
-
-    def _decode(self, slot: int, keys: Tensor, values: Tensor, first_visible: int) -> None:
-        offset = 0
-        for segment in self._segments:
-            start, stop = segment.hidden_tokens(first_visible), segment.tokens
-            if start < stop:
-                segment.fmt.decode_into(segment.keys[slot], keys, offset, start, stop)
-                segment.fmt.decode_into(segment.values[slot], values, offset, start, stop)
-                offset += stop - start
 
     def _pending(self) -> list[Tensor]:
         fmt = BF16 if self.policy.recent_chunks else self.fmt
@@ -377,7 +349,7 @@ class KVCache:
             *held, chunk, guide, self.fmt, self.policy, per_frame, self._generator, keep
         )
         next_stop = chunk.stop_frame + self.spec.frames_per_chunk
-        segments = evict(segments, self._first_visible(next_stop))
+        segments = evict(segments, first_visible(self.policy, next_stop))
         moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
         learner = self._learner
         if learner is not None:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from quantwm.cache.formats.base import Learns, storage_bytes
-from quantwm.cache.segments import Segment
+from quantwm.cache.chunk import Codebooks
+from quantwm.cache.formats.base import Learner, Learns, storage_bytes
+from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan
 from quantwm.cache.spec import CacheSpec
+from quantwm.cache.statistics import QueryStatistics
 
 PARTS = (
     "codes",
@@ -68,6 +70,28 @@ class Ledger:
     def resident_ratio(self) -> float:
         """BF16 bytes of all tokens over everything held; 1.0 while nothing is held."""
         return self.bf16_bytes / self.total if self.total else 1.0
+
+
+def beside_spans(
+    segments: Sequence[Segment],
+    span: SpanPlan,
+    books: Codebooks,
+    statistics: QueryStatistics,
+    learner: Learner | None,
+) -> list[tuple[str, Tensor]]:
+    """What past chunks taught, by part: held beside the spans, to encode the next ones."""
+    found: list[tuple[str, Tensor]] = []
+    if statistics.moments is not None:
+        found.append(("statistics", statistics.moments))
+    guides = [segment.guide for segment in segments if segment.guide is not None]
+    for guide in (ChunkGuide(span, None), *guides):
+        found.extend(("statistics", tensor) for tensor in guide.statistics())
+        found.extend(("bases", tensor) for tensor in guide.bases())
+    if learner is not None:
+        found.extend(("statistics", tensor) for tensor in learner.tensors())
+    for pair in books.pairs.values():
+        found.extend(("codebooks", book.centroids) for book in pair if book is not None)
+    return found
 
 
 def take_stock(
