@@ -88,7 +88,8 @@ def _nvml_handle(pid: int, index: int) -> tuple[Any, Any] | None:
         return None
 
 
-def _read_process(parts: Mapping[str, int]) -> MemoryReading:
+def _read_process(parts: Mapping[str, int], root: Path = Path("/")) -> MemoryReading:
+    """root: where /proc and /sys are, for the limit of a container."""
     try:
         import psutil
     except ImportError:
@@ -97,6 +98,10 @@ def _read_process(parts: Mapping[str, int]) -> MemoryReading:
         memory = psutil.virtual_memory()
         resident = psutil.Process().memory_info().rss
         available, total, source = memory.available, memory.total, "process memory (psutil)"
+    limit = _cgroup_limit(root)
+    if limit is not None and limit[0] < available:
+        available, total = limit[0], min(total, limit[1])
+        source += ", free by the cgroup limit"
     split = dict(parts)
     split["process other"] = max(0, resident - sum(parts.values()))
     split["free"] = available
@@ -114,3 +119,51 @@ def _read_proc() -> tuple[int, int, int, str]:
         return 0, 0, 0, "unknown (install psutil to see process memory)"
     available, total = kilobytes["MemAvailable:"] * 1024, kilobytes["MemTotal:"] * 1024
     return resident, available, total, "process memory (/proc)"
+
+
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Limit, usage and the cache that the kernel drops first, of cgroup v2 and v1."""
+
+
+def _cgroup_limit(root: Path) -> tuple[int, int] | None:
+    """(bytes left, limit) of the cgroup with the least left, this process's or one above it.
+
+    None where no cgroup says anything. In v1 "no limit" is a number near 2^63, more than is free.
+    """
+    found = []
+    for mount, group, names in _cgroups(root):
+        for folder in (mount / group, *(mount / parent for parent in Path(group).parents)):
+            try:
+                limit, used = (int((folder / name).read_text()) for name in names[:2])
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+            # inactive file pages count as used, but an allocation takes them
+            found.append((max(0, limit - used + _statistic(folder, names[2])), limit))
+    return min(found, default=None)
+
+
+def _cgroups(root: Path) -> list[tuple[Path, str, tuple[str, str, str]]]:
+    """(mount point, this process's group below it, file names) of the memory hierarchies."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    groups = {"": ".", "memory": "."}  # a container may see its own group as the root
+    for number, controllers, group in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        name = "memory" if "memory" in controllers.split(",") else controllers
+        if name == "memory" or number == "0":
+            groups[name] = group.lstrip("/") or "."
+    mount, (second, first) = root / "sys/fs/cgroup", _CGROUP_FILES
+    return [(mount, groups[""], second), (mount / "memory", groups["memory"], first)]
+
+
+def _statistic(folder: Path, name: str) -> int:
+    """One line of a cgroup's memory.stat, 0 where it is not there."""
+    try:
+        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return next((int(words[1]) for words in lines if words[0] == name), 0)
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -106,6 +106,50 @@ def test_free_bytes_counts_what_torch_holds_back(monkeypatch):
     assert memory.free_bytes(torch.device("cpu")) is None
 
 
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def fake_cgroup(folder, names, limit, used, dropped=None):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    if dropped is not None:
+        (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {dropped}\n")
+
+
+@pytest.mark.parametrize(("version", "names"), [("v2", V2), ("v1", V1)])
+def test_a_containers_limit_decides_what_is_free(tmp_path, version, names):
+    mount = tmp_path / "sys/fs/cgroup"
+    fake_cgroup(mount if version == "v2" else mount / "memory", names, 900_000, 300_000)
+    reading = memory._read_process({}, tmp_path)
+    assert (reading.parts["free"], reading.total) == (600_000, 900_000)
+    assert reading.source.endswith("free by the cgroup limit")
+
+
+def test_the_groups_own_limit_and_those_above_it_count(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("1:cpu,memory:/a/b\n0::/c/d\n")
+    mount = tmp_path / "sys/fs/cgroup"
+    fake_cgroup(mount / "c", V2, 800_000, 500_000, dropped=100_000)
+    fake_cgroup(mount / "c/d", V2, "max", 200_000)
+    assert memory._cgroup_limit(tmp_path) == (400_000, 800_000)
+    fake_cgroup(mount / "memory/a/b", V1, 700_000, 650_000, dropped=20_000)
+    assert memory._cgroup_limit(tmp_path) == (70_000, 700_000)
+    fake_cgroup(mount / "memory/a", V1, 750_000, 760_000)
+    assert memory._cgroup_limit(tmp_path) == (0, 750_000)
+
+
+def test_no_limit_changes_nothing(tmp_path):
+    assert memory._cgroup_limit(tmp_path) is None
+    mount = tmp_path / "sys/fs/cgroup"
+    fake_cgroup(mount, V2, "max", 200_000)
+    fake_cgroup(mount / "memory", V1, 2**63 - 4096, 200_000)
+    reading = memory._read_process({}, tmp_path)
+    assert "cgroup" not in reading.source
+    assert reading.total == memory._read_process({}, tmp_path / "none").total
+
+
 @pytest.fixture(autouse=True)
 def no_handles_left():
     yield
