@@ -54,7 +54,7 @@ class LibraryBackend:
         scenes = tuple(world_scenes(world))
         known = [known.name for known in scenes]
         if not known:
-            raise UserError(f"the world {world} has no start scenes; fetch the repository whole")
+            raise UserError(_why_no_scenes(world))
         if scene is not None and scene not in known:
             raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
         offered = [*lanes, *(name for name in spec.format_settings if name not in lanes)]
@@ -111,6 +111,15 @@ class LibraryBackend:
     def _fitted(self, picture: np.ndarray) -> np.ndarray:
         """uint8 [H, W, 3] -> uint8 [1, h, w, 3] at the world's size."""
         return fit(picture, self._catalogue.world.video_size)[None]
+
+
+def _why_no_scenes(world: str) -> str:
+    if world == "embedded":
+        return "assets/scenes is empty; fetch the repository whole"
+    return (
+        f"the page drives the world embedded; {world} needs published weights that do not come "
+        "with the repository (docs/models.md)"
+    )
 
 
 def make_backend(flags: argparse.Namespace) -> LibraryBackend:

@@ -37,6 +37,8 @@ def entry() -> ModuleType:
         (["--steps", "0"], "--steps"),
         (["--port", "99999999"], "--port"),
         (["--world", "atlantis"], "unknown world"),
+        (["--world", "causal_forcing"], "published weights"),
+        (["--world", "hy_worldplay_wan5b"], "published weights"),
         (["--lanes", "bf16,zip"], "unknown lane"),
         (["--scene", "moon"], "unknown scene"),
         (["--device", "tpu"], "unknown device"),
