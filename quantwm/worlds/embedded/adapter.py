@@ -151,6 +151,7 @@ class EmbeddedWorld:
         self.dtype = transformer.patch_in.weight.dtype
         self._transformer, self._autoencoder = transformer, autoencoder
         self._sha256, self._scene_folder = sha256, scenes
+        self._weight_bytes = _bytes_of(transformer, autoencoder)  # asked for in every chunk
         # A pure function of few arguments, asked for again in every lane.
         self._condition = functools.lru_cache(maxsize=256)(self._make_condition)
         model = config.transformer
@@ -297,11 +298,7 @@ class EmbeddedWorld:
         return to_bytes(self._autoencoder.decode(latents.to(self.device))).cpu().numpy()
 
     def weight_bytes(self) -> int:
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for model in (self._transformer, self._autoencoder)
-            for tensor in model.state_dict().values()
-        )
+        return self._weight_bytes
 
     def weights_sha256(self) -> str:
         return self._sha256
@@ -340,6 +337,14 @@ class EmbeddedWorld:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         levels = torch.full((len(vectors),), sigma, device=self.device)
         return self._transformer.condition(levels, torch.tensor(vectors, device=self.device))
+
+
+def _bytes_of(*models: torch.nn.Module) -> int:
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for model in models
+        for tensor in model.state_dict().values()
+    )
 
 
 def still_clip(image: np.ndarray, size: tuple[int, int], frames: int) -> np.ndarray:
