@@ -21,6 +21,7 @@ import numpy as np
 from app import limits
 from quantwm.errors import UserError
 from quantwm.session import zip_session
+from quantwm.video import is_video, iter_video
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class SessionFolder:
         return shutil.disk_usage(place).free >= limits.MIN_FREE_DISK_BYTES
 
     def save_picture(self, picture: np.ndarray) -> int:
-        """Keep a start picture (uint8 [H, W, 3]) and return its number."""
+        """Keep a start picture, uint8 [H, W, 3] or [T, H, W, 3], and return its number."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = len(list(self.path.glob("picture-*.npy"))) + 1
         if number > limits.MAX_PICTURES:
@@ -115,26 +116,38 @@ def _expired(made: float, now: float) -> bool:
     return now - made > limits.DOWNLOAD_SECONDS
 
 
-def read_picture(path: object, uploads: Path) -> np.ndarray:
-    """Read an uploaded start picture as uint8 [H, W, 3], at most MAX_PICTURE_SIDE on a side.
+def read_upload(path: object, uploads: Path, frames: int) -> np.ndarray:
+    """Read an uploaded start: a picture, or the first `frames` frames of a video.
 
-    The file must lie inside `uploads`; size and pixel count are checked before decoding.
+    Returns uint8 [H, W, 3] or [T, H, W, 3], at most MAX_PICTURE_SIDE on a side. The file must lie
+    inside `uploads`; its size and pixel count are checked before decoding.
 
     Raises:
-        UserError: the picture cannot be used, and why.
+        UserError: it cannot be used, and why.
     """
-    import imageio.v3 as iio
-    from PIL import Image
+    file = _uploaded_file(path, uploads)
+    if is_video(file):
+        return np.stack([reduce_picture(frame) for frame in iter_video(file, frames)])
+    return _read_picture(file)
 
+
+def _uploaded_file(path: object, uploads: Path) -> Path:
     if not isinstance(path, str) or not path or len(path) > 4096 or "\0" in path:
-        raise UserError("the uploaded picture was not found; choose it again")
+        raise UserError("the uploaded file was not found; choose it again")
     file = Path(path)
     root = uploads.resolve()
     if file.is_symlink() or not file.is_file() or root not in file.resolve().parents:
-        raise UserError("the uploaded picture was not found; choose it again")
+        raise UserError("the uploaded file was not found; choose it again")
     if file.stat().st_size > limits.MAX_UPLOAD_BYTES:
         limit = limits.MAX_UPLOAD_BYTES // 2**20
-        raise UserError(f"the picture is larger than {limit} MB; choose a smaller one")
+        raise UserError(f"the file is larger than {limit} MB; choose a smaller one")
+    return file
+
+
+def _read_picture(file: Path) -> np.ndarray:
+    import imageio.v3 as iio
+    from PIL import Image
+
     data = file.read_bytes()
     try:
         # Of Pillow's many formats three: EPS would start Ghostscript on a stranger's program.
@@ -151,7 +164,7 @@ def read_picture(path: object, uploads: Path) -> np.ndarray:
     except Image.DecompressionBombError as error:
         raise UserError("the picture has far too many pixels; choose a smaller one") from error
     except (OSError, ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
-        raise UserError("the picture could not be read; use a PNG, JPEG or WebP file") from error
+        raise UserError("the picture could not be read; use PNG, JPEG, WebP or a video") from error
     return reduce_picture(np.ascontiguousarray(picture[..., :3], dtype=np.uint8))
 
 

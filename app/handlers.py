@@ -15,7 +15,7 @@ from pathlib import Path
 from app import limits, wire
 from app.backend import MODES, Backend, Catalogue, Settings
 from app.controls import number, parse_snapshot, whole
-from app.files import read_picture
+from app.files import read_upload
 from app.runner import Runner
 from app.sessions import Session, SessionManager
 from quantwm.errors import UserError
@@ -130,13 +130,14 @@ class Handlers:
 
     @answer
     def picture(self, payload: object) -> dict[str, object]:
-        """Check an uploaded start picture and keep it for this session."""
+        """Check an uploaded start picture or video and keep it for this session."""
         session = self._session(payload)
         path = payload.get("path")
-        picture = read_picture(path, self.uploads)
+        picture = read_upload(path, self.uploads, self.backend.catalogue().world.context_frames)
         Path(path).unlink(missing_ok=True)
         number_kept = session.folder.save_picture(picture)
-        return {"picture": number_kept, "shown": wire.encode_picture(picture, lossless=False)}
+        shown = picture[-1] if picture.ndim == 4 else picture  # where a video leaves off
+        return {"picture": number_kept, "shown": wire.encode_picture(shown, lossless=False)}
 
     @answer
     def download(self, payload: object) -> dict[str, object]:

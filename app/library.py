@@ -109,8 +109,9 @@ class LibraryBackend:
         )
 
     def _fitted(self, picture: np.ndarray) -> np.ndarray:
-        """uint8 [H, W, 3] -> uint8 [1, h, w, 3] at the world's size."""
-        return fit(picture, self._catalogue.world.video_size)[None]
+        """uint8 [H, W, 3] or [T, H, W, 3] -> uint8 [T, h, w, 3] at the world's size."""
+        frames = picture if picture.ndim == 4 else picture[None]
+        return np.stack([fit(frame, self._catalogue.world.video_size) for frame in frames])
 
 
 def _why_no_scenes(world: str) -> str:

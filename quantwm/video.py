@@ -169,6 +169,12 @@ def read_picture(path: Path) -> np.ndarray:
         raise UserError(f"{path.name} is damaged: {_one_line(error)}") from error
 
 
+def is_video(path: Path) -> bool:
+    """Whether a file begins like a video container that `iter_video` reads."""
+    with path.open("rb") as file:
+        return _container(file) is not None
+
+
 def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
     """A person's start picture or video, cropped and resized to the world's size.
 
@@ -176,8 +182,7 @@ def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
     for a video.
     """
     _check_file(path, MAX_VIDEO_BYTES)
-    with path.open("rb") as file:
-        pictures = read_video(path, frames) if _container(file) else read_picture(path)[None]
+    pictures = read_video(path, frames) if is_video(path) else read_picture(path)[None]
     return np.stack([fit(picture, size) for picture in pictures])
 
 

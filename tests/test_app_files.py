@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from app import limits
-from app.files import SessionFiles, read_picture, reduce_picture
+from app.files import SessionFiles, read_upload, reduce_picture
 from quantwm.errors import UserError
+from quantwm.video import LosslessWriter
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def picture(path: Path, height: int = 20, width: int = 30, **options: object) ->
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp"])
 def test_pictures_are_read(uploads: Path, name: str) -> None:
-    pixels = read_picture(str(picture(uploads / name)), uploads)
+    pixels = read_upload(str(picture(uploads / name)), uploads, 16)
     assert pixels.shape == (20, 30, 3)
     assert pixels.dtype == np.uint8
 
@@ -38,7 +39,17 @@ def test_grey_palette_and_alpha_become_rgb(uploads: Path) -> None:
     iio.imwrite(uploads / "grey.png", np.full((8, 8), 7, np.uint8))
     iio.imwrite(uploads / "alpha.png", np.full((8, 8, 4), 7, np.uint8))
     for name in ("grey.png", "alpha.png"):
-        assert read_picture(str(uploads / name), uploads).shape == (8, 8, 3)
+        assert read_upload(str(uploads / name), uploads, 16).shape == (8, 8, 3)
+
+
+def test_the_first_frames_of_a_video_are_read(uploads: Path) -> None:
+    frames = np.random.default_rng(1).integers(0, 256, (7, 24, 32, 3), dtype=np.uint8)
+    with LosslessWriter(uploads / "clip.mkv", 8.0) as video:
+        video.write(frames)
+    np.testing.assert_array_equal(read_upload(str(uploads / "clip.mkv"), uploads, 5), frames[:5])
+    (uploads / "cut.mp4").write_bytes(b"\0\0\0\x18ftypisom" + b"\0" * 40)
+    with pytest.raises(UserError, match="cannot be read as a video"):
+        read_upload(str(uploads / "cut.mp4"), uploads, 5)
 
 
 def test_only_files_in_the_upload_folder(uploads: Path, tmp_path: Path) -> None:
@@ -48,7 +59,7 @@ def test_only_files_in_the_upload_folder(uploads: Path, tmp_path: Path) -> None:
     wrong = [outside, link, uploads, uploads / ".." / "outside.png", uploads / "none.png"]
     for path in [*map(str, wrong), "", None, 3, "\0", "x" * 9000]:
         with pytest.raises(UserError, match="not found"):
-            read_picture(path, uploads)
+            read_upload(path, uploads, 16)
 
 
 def test_damaged_and_foreign_files(uploads: Path) -> None:
@@ -61,7 +72,7 @@ def test_damaged_and_foreign_files(uploads: Path) -> None:
     }.items():
         (uploads / name).write_bytes(data)
         with pytest.raises(UserError, match="could not be read"):
-            read_picture(str(uploads / name), uploads)
+            read_upload(str(uploads / name), uploads, 16)
 
 
 def test_only_three_formats_are_opened(uploads: Path, monkeypatch) -> None:
@@ -69,21 +80,21 @@ def test_only_three_formats_are_opened(uploads: Path, monkeypatch) -> None:
     Image.open(pixels).save(uploads / "eps.png", format="EPS")
     Image.open(pixels).save(uploads / "tiff.png", format="TIFF")
     for name in ("eps.png", "tiff.png"):
-        with pytest.raises(UserError, match="use a PNG, JPEG or WebP"):
-            read_picture(str(uploads / name), uploads)
+        with pytest.raises(UserError, match="use PNG, JPEG, WebP"):
+            read_upload(str(uploads / name), uploads, 16)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(UserError, match="too many pixels"):
-        read_picture(str(pixels), uploads)
+        read_upload(str(pixels), uploads, 16)
 
 
 def test_sizes_are_checked_before_decoding(uploads: Path, monkeypatch) -> None:
     file = picture(uploads / "big.png", 200, 300)
     monkeypatch.setattr(limits, "MAX_PICTURE_PIXELS", 200 * 300 - 1)
     with pytest.raises(UserError, match="pixels"):
-        read_picture(str(file), uploads)
+        read_upload(str(file), uploads, 16)
     monkeypatch.setattr(limits, "MAX_UPLOAD_BYTES", 100)
     with pytest.raises(UserError, match="larger"):
-        read_picture(str(file), uploads)
+        read_upload(str(file), uploads, 16)
 
 
 def test_large_pictures_are_averaged_down() -> None:

@@ -117,14 +117,14 @@ async function download() {
 
 async function pictureChosen(file) {
   if (file.size > state.hello.limits.upload)
-    return complain("The picture is larger than " + bytes(state.hello.limits.upload) + "; choose a smaller one.");
+    return complain("The file is larger than " + bytes(state.hello.limits.upload) + "; choose a smaller one.");
   try {
     const sent = await upload(file);
     const reply = await server.picture({ sess: state.session, path: sent.path });
     if (!reply.ok) return refused(reply.error);
     choices.own(reply.picture, reply.shown);
   } catch (error) {
-    complain("The picture could not be sent; use a PNG, JPEG or WebP file.");
+    complain("The file could not be sent; use a PNG, JPEG or WebP picture, or an mp4, webm or mkv video.");
   }
 }
 
