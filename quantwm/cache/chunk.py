@@ -165,7 +165,7 @@ class Encoder:
     def spans_for_learning(
         self, slot: int, k: Tensor, v: Tensor, sink: int, written: PendingWrite
     ) -> tuple[Any, Any] | None:
-        """What the chunk became, or would have, were it not BF16 for now; None if of no use."""
+        """What the chunk became, or would have, were it not kept BF16; None if of no use."""
         if self.guide is None or self.guide.span.lesson is None:
             return None
         if written.books is not None:
