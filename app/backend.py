@@ -97,7 +97,7 @@ LANES: Mapping[str, LaneChoice] = {
         LaneChoice("bf16", "bf16", "BF16", "uncompressed reference"),
         LaneChoice("qvg", "qvg", "QVG", "2-bit, ternary residual"),
         LaneChoice("quantwm", "quantwm", "QuantWM", "2-bit, query-aware"),
-        LaneChoice("kivi", "kivi", "KIVI", "2-bit, per channel and token"),
+        LaneChoice("qtc", "qtc", "QTC", "2.4-bit, transform code"),
     )
 }
 """Words for the lanes that the library may offer."""

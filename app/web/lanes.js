@@ -1,5 +1,5 @@
 // One panel per cache: its picture and its figures.
-const LANE_LOOK = { bf16: "solid", qvg: "stripes", quantwm: "dots", kivi: "grid" };
+const LANE_LOOK = { bf16: "solid", qvg: "stripes", quantwm: "dots", qtc: "grid" };
 
 class Lanes {
   constructor(holder) {
