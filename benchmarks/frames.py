@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.stopwatch import Stopwatch, Target
+from benchmarks.stopwatch import Target, split_time
 from benchmarks.timing import device_named, hardware
 from quantwm.cache import FORMATS, KVCache, kv_cache
 from quantwm.engine import Engine
@@ -131,15 +131,7 @@ def _split(engine: Engine, action: ChunkAction, world: World, chunks: int) -> di
         (KVCache, "finalize_chunk", "grow spans, statistics"),
         (type(world), "decode", "autoencoder"),
     ]
-    watch = Stopwatch(world.device)
-    began = time.perf_counter()
-    with watch.watching(targets):
-        for _ in range(chunks):
-            engine.step(action)
-    whole = (time.perf_counter() - began) * 1e3
-    parts = {label: total / chunks for label, total in watch.totals().items()}
-    parts["transformer and the rest"] = whole / chunks - sum(parts.values())
-    return {label: round(ms, 2) for label, ms in sorted(parts.items(), key=lambda p: -p[1])}
+    return split_time(world.device, targets, lambda: engine.step(action), chunks)
 
 
 def _profile(engine: Engine, action: ChunkAction, top: int = 25) -> list[dict[str, Any]]:

@@ -68,3 +68,18 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def split_time(
+    device: torch.device, targets: Sequence[Target], step: Callable[[], Any], chunks: int
+) -> dict[str, float]:
+    """Milliseconds per chunk by label over `chunks` steps, the rest named, largest first."""
+    watch = Stopwatch(device)
+    began = time.perf_counter()
+    with watch.watching(targets):
+        for _ in range(chunks):
+            step()
+    whole = (time.perf_counter() - began) * 1e3
+    parts = {label: total / chunks for label, total in watch.totals().items()}
+    parts["transformer and the rest"] = whole / chunks - sum(parts.values())
+    return {label: round(ms, 2) for label, ms in sorted(parts.items(), key=lambda p: -p[1])}

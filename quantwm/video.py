@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -32,7 +32,28 @@ def has_pyav() -> bool:
     return importlib.util.find_spec("av") is not None
 
 
-class LosslessWriter:
+class _Writer:
+    """Closing, common to both writers; `_stream` is the file being written."""
+
+    _stream: _Stream
+
+    def close(self) -> None:
+        """Finish the file; a second call does nothing."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class LosslessWriter(_Writer):
     """Streams frames into a Matroska file as FFV1, bit-exact RGB; holds one frame at a time.
 
     FFV1 codes every frame by itself, so a file that was cut off is readable up to the cut.
@@ -48,23 +69,8 @@ class LosslessWriter:
         """Append frames, uint8 [T, H, W, 3]."""
         self._stream.write(frames)
 
-    def close(self) -> None:
-        """Finish the file; a second call does nothing."""
-        self._stream.close()
 
-    def __enter__(self) -> LosslessWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class PreviewWriter:
+class PreviewWriter(_Writer):
     """Streams all lanes side by side, with two caption lines each, into an H.264 mp4 for people.
 
     The mp4 is fragmented, so a file that was cut off plays up to its last whole second.
@@ -95,21 +101,6 @@ class PreviewWriter:
             # yuv420p halves the colour planes: odd sizes are cut by one pixel
             row = row[: row.shape[0] // 2 * 2, : row.shape[1] // 2 * 2]
             self._stream.write(row[None])
-
-    def close(self) -> None:
-        """Finish the file; a second call does nothing."""
-        self._stream.close()
-
-    def __enter__(self) -> PreviewWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.ndarray]:

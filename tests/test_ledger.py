@@ -22,23 +22,23 @@ POLICIES = {
 def _live_bytes(cache: KVCache) -> int:
     """Bytes of every tensor reachable from the cache, scratch and generator aside."""
     gc.collect()
-    todo: list[object] = [cache]
+    pending: list[object] = [cache]
     seen: set[int] = set()
     storages: dict[int, int] = {}
     skipped = {id(cache.workspace), id(cache._generator), id(cache.fmt)}
-    while todo:
-        found = todo.pop()
+    while pending:
+        found = pending.pop()
         if id(found) in seen or id(found) in skipped:
             continue
         seen.add(id(found))
         if isinstance(found, torch.Tensor):
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         elif isinstance(found, dict):
-            todo.extend(found.values())
+            pending.extend(found.values())
         elif isinstance(found, (list, tuple, set)):
-            todo.extend(found)
+            pending.extend(found)
         elif hasattr(found, "__dict__") and not isinstance(found, type):
-            todo.extend(vars(found).values())
+            pending.extend(vars(found).values())
     return sum(storages.values())
 
 
