@@ -2,41 +2,56 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from quantwm.cache.formats import FORMATS
+from quantwm.cache.formats import FORMATS, make_format, split_method
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
 from quantwm.worlds.base import WorldSpec
 
 MODES = ("free", "teacher")
+LONGEST_LABEL = 32
+"""Of a lane's name in a session folder."""
 CPU_MAX_TOKENS = 4096
 """History kept on a CPU unless asked otherwise: attention over 16k tokens takes 331 ms a pass on
 two cores where 4k take 95 (embedded world, BF16)."""
 
 
 def lanes_for(spec: WorldSpec, names: Sequence[str]) -> tuple[LaneConfig, ...]:
-    """One lane per format name, with the world's settings for that format and its policy.
+    """One lane per method, with the world's settings for that format and its policy.
+
+    A method is a format name, or one with settings behind it ("quantwm:rank=4,clip=0.7"), which
+    come before the world's; a preset replaces them.
 
     Raises:
         UserError: an unknown or repeated name; the text lists the formats.
     """
-    known = ", ".join(FORMATS)
     if not names:
-        raise UserError(f"name at least one lane; there are {known}")
+        raise UserError(f"name at least one lane; there are {', '.join(FORMATS)}")
+    lanes = []
     for name in names:
-        if name not in FORMATS:
-            raise UserError(f"unknown lane {name!r}; there are {known}")
-    if len(set(names)) != len(names):
+        method, own = split_method(name)
+        if method not in FORMATS:
+            raise UserError(f"unknown lane {name!r}; there are {', '.join(FORMATS)}")
+        suited = {} if "preset" in own else spec.format_settings.get(method, {})
+        settings = {**suited, **own}
+        make_format(method, **settings)  # a setting that does not exist is named at once
+        lanes.append(LaneConfig(_label(name), method, settings, spec.policy))
+    if len({lane.name for lane in lanes}) != len(lanes):
         raise UserError(f"a lane is named twice in {','.join(names)}; name each once")
-    return tuple(
-        LaneConfig(name, name, dict(spec.format_settings.get(name, {})), spec.policy)
-        for name in names
-    )
+    return tuple(lanes)
+
+
+def _label(method: str) -> str:
+    """A lane's name, which is also its video's: "quantwm:rank=4,psac=false" is
+    "quantwm-rank4-psacfalse"."""
+    plain = method.lower().replace("=", "").replace(" ", "")
+    return re.sub(r"[^a-z0-9_.-]+", "-", plain)[:LONGEST_LABEL]
 
 
 def limit_history(policy: CachePolicy, spec: CacheSpec, max_tokens: int | None) -> CachePolicy:

@@ -72,8 +72,8 @@ def study(
             raise UserError(f"unknown method {method!r}; there are {', '.join(FORMATS)}")
     results = []
     for method in methods:
-        name, preset = split_method(method)
-        fmt = make_format(name, **{**preset, **settings.get(method, {})})
+        name, own = split_method(method)
+        fmt = make_format(name, **{**settings.get(method, {}), **own})
         cache = KVCache(spec, fmt, policy, device=device, seed=seed)
         results.append(_study_method(method, cache, tensors, report))
     return results

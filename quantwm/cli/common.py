@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from quantwm.cache.formats import split_method
+from quantwm.cache.formats import split_method, takes
 from quantwm.errors import UserError
 
 
@@ -66,10 +66,10 @@ def integer(low: int, high: int) -> Callable[[str], int]:
 
 
 def clustered(method: str, asked: int | None, default: int) -> dict[str, object]:
-    """The setting "centroids" of a method, "name" or "name:preset": as asked for, or else the
-    preset's own where one is named; nothing for formats without codebooks."""
-    name, preset = split_method(method)
-    if name not in ("qvg", "quantwm") or (asked is None and preset):
+    """The setting "centroids" of a method: as asked for, or else the preset's own where one is
+    named; nothing for formats without codebooks. What the method itself says comes before it."""
+    name, own = split_method(method)
+    if not takes(name, "centroids") or (asked is None and "preset" in own):
         return {}
     return {"centroids": default if asked is None else asked}
 

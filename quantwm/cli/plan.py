@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
-from quantwm.cache.formats import split_method
+from quantwm.cache.formats import FORMATS, split_method, split_methods, takes
 from quantwm.cache.plan import MethodPlan, Workload, plan
-from quantwm.cli.common import emit, integer, names, number, say, table
+from quantwm.cli.common import emit, integer, number, say, table
 from quantwm.errors import UserError
 from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import world_spec
@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     world.add_argument("--world", help="a name that `worlds` lists")
     world.add_argument("--frames", type=count, help="video frames of history")
     world.add_argument("--resolution", metavar="WxH", help="the world's own by default")
-    parser.add_argument("--methods", type=names, default=("bf16", "qvg", "quantwm"))
+    parser.add_argument(
+        "--methods",
+        type=split_methods,
+        default=("bf16", "qvg", "quantwm"),
+        help="formats, with a preset or settings behind a colon: quantwm:rank=4,clip=0.7",
+    )
     parser.add_argument(
         "--centroids", type=integer(1, 256), help="of a codebook (256, or the world's own)"
     )
@@ -76,10 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _settings(
     method: str, settings: Mapping[str, Mapping[str, object]], asked: bool
 ) -> dict[str, object]:
-    name, preset = split_method(method)
-    if preset and not asked:
-        return preset  # its own number of centroids, not the default one
-    return {**preset, **settings.get(name, {})}
+    """What the method says, before what suits the geometry; a preset keeps its own numbers."""
+    name, own = split_method(method)
+    return own if "preset" in own and not asked else {**settings.get(name, {}), **own}
 
 
 def _of_numbers(
@@ -90,6 +94,7 @@ def _of_numbers(
         wanted = " ".join(f"--{name.replace('_', '-')} N" for name in _GEOMETRY)
         raise UserError(f"give {wanted}, or --world NAME --frames N")
     clustered = {"centroids": arguments.centroids or DEFAULT_CENTROIDS}
+    settings = {name: clustered for name in FORMATS if takes(name, "centroids")}
     load = Workload(
         layers=arguments.layers,
         heads=arguments.heads,
@@ -101,7 +106,7 @@ def _of_numbers(
         recent_tokens=arguments.recent_tokens,
         current_tokens=arguments.current_tokens,
     )
-    return load, {"qvg": clustered, "quantwm": clustered}
+    return load, settings
 
 
 def _of_world(
@@ -116,8 +121,9 @@ def _of_world(
     frames = -(-(arguments.frames - 1) // spec.frames_per_latent) + 1
     settings = {name: dict(found) for name, found in spec.format_settings.items()}
     if arguments.centroids is not None:
-        for name in ("qvg", "quantwm"):
-            settings.setdefault(name, {})["centroids"] = arguments.centroids
+        for name in FORMATS:
+            if takes(name, "centroids"):
+                settings.setdefault(name, {})["centroids"] = arguments.centroids
     load = Workload(
         layers=spec.cache.layers * len(spec.cache.streams),
         heads=spec.cache.heads,

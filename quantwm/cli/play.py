@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from quantwm.actions import parse_actions
+from quantwm.cache.formats import split_methods
 from quantwm.cli.common import (
     add_device,
     emit,
@@ -40,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STRING",
         help='keys and how many latent frames they are held, "w-8, right-12, w+right-4, none-4"',
     )
-    parser.add_argument("--lanes", type=names, default=("bf16", "qvg", "quantwm"))
+    parser.add_argument(
+        "--lanes",
+        type=split_methods,
+        default=("bf16", "qvg", "quantwm"),
+        help="formats, with a preset or settings behind a colon: bf16,quantwm:rank=4,clip=0.7",
+    )
     parser.add_argument("--seed", type=integer(0, 2**63 - 1), default=0)
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--scene", help="a start scene of the world; the first one by default")

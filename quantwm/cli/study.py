@@ -6,12 +6,12 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from quantwm.cache.formats import split_methods
 from quantwm.cli.common import (
     add_device,
     clustered,
     emit,
     integer,
-    names,
     number,
     pick_device,
     progress,
@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.safetensors")
     parser.add_argument(
         "--methods",
-        type=names,
+        type=split_methods,
         default=("bf16", "qvg", "quantwm"),
-        help="formats, or format:preset (qtc:small, qtc:large)",
+        help="formats, with a preset or settings behind a colon: qtc:small,quantwm:rank=4,clip=0.7",
     )
     parser.add_argument(
         "--chunk", type=integer(1, 2**31), help="tokens of a chunk; as recorded by default"
