@@ -30,10 +30,13 @@ CHOICES = ("auto", "reference", "triton")
 class Decode(Protocol):
     """Decodes ranges of one packed span; made once a span, called in every denoising pass."""
 
-    def __call__(self, out: Tensor, offset: int, start: int, stop: int) -> None:
+    def __call__(
+        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
+    ) -> None:
         """Write tokens [start, stop) of the span to out[:, offset : offset + stop - start].
 
-        out: [H, capacity, D] float32 or bfloat16, D contiguous, the other strides free.
+        out: [heads wanted, capacity, D] float32 or bfloat16, D contiguous, the other strides
+        free; it takes the span's heads from first_head on.
         """
         ...
 
@@ -54,8 +57,9 @@ class Ops(Protocol):
     def assign_qsac(
         self, x: Tensor, centroids: Tensor, weights: Tensor, group_size: int, candidates: int
     ) -> Tensor:
-        """QSAC (QuantWM Eq. 6-14). weights: float32 [H, D], mean 1. Returns ids uint8 [H, N].
+        """QSAC (QuantWM Eq. 6-14). Returns ids uint8 [H, N].
 
+        weights: float32 [H, D], mean 1; [H, D, D] in place of diag(w) for the whole moment.
         The `candidates` nearest by sum_c w_c (x_c - mu_c)^2 (ties to the smaller index), of these
         the one with the least sum_g (sum_{c in g} w_c) (max_g(x - mu) - min_g(x - mu))^2, ties to
         the nearer candidate.
@@ -221,6 +225,8 @@ class TritonOps:
         self, x: Tensor, centroids: Tensor, weights: Tensor, group_size: int, candidates: int
     ) -> Tensor:
         reason = _uncovered_rows(x, centroids, group_size)
+        if weights.dim() == 3:
+            reason = "QSAC with the whole query moment"
         if candidates > MAX_CANDIDATES:
             reason = f"{candidates} QSAC candidates, the kernel takes {MAX_CANDIDATES}"
         if not self._covered(reason):

@@ -38,7 +38,7 @@ def guide_for(
             span = SpanPlan(number=span.number + 1, tokens=0)
         span = replace(span, lesson=lesson)
         if fmt.uses_queries:
-            weights = statistics.weights()
+            weights = statistics.sensitivity() if fmt.full_moment else statistics.weights()
         if fmt.rank and span.basis is None:
             basis, eigenvalues = statistics.bases(fmt.rank) or (None, None)
             span = replace(span, basis=basis, eigenvalues=eigenvalues)

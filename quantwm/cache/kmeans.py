@@ -30,18 +30,33 @@ def assign(x: Tensor, centroids: Tensor) -> Tensor:
     return _distances(x.float(), centroids.float()).argmin(-1).to(torch.uint8)
 
 
+def _query_distances(x: Tensor, centroids: Tensor, weights: Tensor) -> Tensor:
+    """Half of (x - mu)^T M (x - mu) without the term that no argmin sees. [H, N, K].
+
+    One product either way: M is a diagonal that both sides take the root of, or a whole matrix
+    that one side takes.
+    """
+    if weights.dim() == 2:
+        root = weights.sqrt().unsqueeze(1)
+        return _distances(x * root, centroids * root)
+    half_norms = (torch.bmm(centroids, weights) * centroids).sum(-1).mul_(0.5).unsqueeze(1)
+    seen = torch.bmm(x, weights)
+    return torch.baddbmm(half_norms, seen, centroids.transpose(1, 2), alpha=-1)
+
+
 def assign_qsac(
     x: Tensor, centroids: Tensor, weights: Tensor, group_size: int, candidates: int
 ) -> Tensor:
-    """Query-sensitivity-aware assignment (QuantWM Eq. 6-14). weights: float32 [H, D], mean 1.
+    """Query-sensitivity-aware assignment (QuantWM Eq. 6-14).
 
-    d_Q is the plain distance after scaling by sqrt(w), so one product gives all of it; the
-    residual's range is then looked at for the `candidates` nearest centroids only.
+    weights: float32 [H, D], mean 1; or [H, D, D], the whole moment with a trace of D (Table 10),
+    whose diagonal then weighs the ranges. The residual's range is looked at for the `candidates`
+    nearest centroids only.
     """
     x, centroids = x.float(), centroids.float()
-    root = weights.sqrt().unsqueeze(1)
-    distances = _distances(x * root, centroids * root)
-    group_weights = weights.unflatten(-1, (-1, group_size)).sum(-1).unsqueeze(1)
+    distances = _query_distances(x, centroids, weights)
+    diagonal = weights if weights.dim() == 2 else weights.diagonal(dim1=-2, dim2=-1)
+    group_weights = diagonal.unflatten(-1, (-1, group_size)).sum(-1).unsqueeze(1)
     best = best_score = None
     for _ in range(min(candidates, centroids.shape[1])):
         ids = distances.argmin(-1)

@@ -156,7 +156,8 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     if fmt.uses_queries and load.tokens:
         # The moment, the open span's eigenvalues, and the weights that recent chunks wait with.
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
-        per_head = load.head_dim**2 + (fmt.rank if spans else 0) + waiting * load.head_dim
+        weights = load.head_dim ** (2 if fmt.full_moment else 1)
+        per_head = load.head_dim**2 + (fmt.rank if spans else 0) + waiting * weights
         held["statistics"] = load.layers * load.heads * per_head * 4
     if isinstance(fmt, Learns) and load.tokens:
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))

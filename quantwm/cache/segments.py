@@ -35,7 +35,8 @@ class SpanPlan:
 class ChunkGuide:
     """How a chunk is to be encoded, fixed before its own queries are known.
 
-    weights: QSAC's, float32 [slots, H, D], or None before any query was seen.
+    weights: QSAC's, float32 [slots, H, D] ([slots, H, D, D] where the format wants the whole
+        moment), or None before any query was seen.
     learned: of a format that learns, with the positions of the chunk's tokens; None otherwise.
     """
 

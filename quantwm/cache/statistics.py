@@ -49,6 +49,18 @@ class QueryStatistics:
         mean = diagonal.mean(-1, keepdim=True)
         return torch.where(mean > 0, diagonal / mean, torch.ones_like(diagonal))
 
+    def sensitivity(self) -> Tensor | None:
+        """The whole moment with a trace of D, float32 [slots, H, D, D]; weights() its diagonal.
+
+        None before any query. A head without queries gets the identity.
+        """
+        if self.count == 0 or self.moments is None:
+            return None
+        diagonal = self.moments.diagonal(dim1=-2, dim2=-1)
+        mean = diagonal.mean(-1)[..., None, None]
+        identity = torch.eye(self.moments.shape[-1], device=self.moments.device)
+        return torch.where(mean > 0, self.moments / mean, identity)
+
     def bases(self, rank: int) -> tuple[Tensor, Tensor] | None:
         """The `rank` leading eigenvectors, one batched call for all slots and heads.
 

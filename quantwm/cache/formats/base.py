@@ -36,7 +36,8 @@ class QueryGuide:
     """What past queries say about the keys of one layer. Never of the chunk that is encoded.
 
     Attributes:
-        weights: float32 [H, D], mean 1, or None before any query was seen (unit weights).
+        weights: float32 [H, D], mean 1, or [H, D, D] with a trace of D where the format wants the
+            whole moment; None before any query was seen (unit weights).
         basis: bfloat16 [H, D, r], the span's PSAC directions, or None without PSAC.
         eigenvalues: float32 [H, r], the query moment along the basis.
         learned: what a `Learns` format's own learner says about this slot and chunk.
@@ -56,6 +57,8 @@ class Format(Protocol, Generic[SpanT]):
     """Whether a span is anything but BF16."""
     uses_queries: bool
     """Whether encoding keys wants the query moment."""
+    full_moment: bool
+    """Whether it wants the whole moment rather than its diagonal."""
     rank: int
     """PSAC directions of a span; 0 without."""
     exact: bool
@@ -116,6 +119,17 @@ class Batched(Protocol):
 
     def cut_all(self, spans: Sequence[Any], start: int, stop: int) -> list[Any]:
         """`select` of a range of tokens of every span."""
+        ...
+
+
+@runtime_checkable
+class HeadRanges(Protocol):
+    """A format that decodes some of a span's heads, so that a scratch need not hold all."""
+
+    def decode_heads_into(
+        self, span: Any, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        """`decode_into` of the heads from first_head on; out: [heads wanted, capacity, D]."""
         ...
 
 

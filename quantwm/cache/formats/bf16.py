@@ -40,6 +40,7 @@ class Bf16Format:
     name = "bf16"
     compresses = False
     uses_queries = False
+    full_moment = False
     rank = 0
 
     def __init__(self, config: Bf16Config | None = None) -> None:
@@ -74,6 +75,11 @@ class Bf16Format:
 
     def decode_into(self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int) -> None:
         span.decode(out, offset, start, stop)
+
+    def decode_heads_into(
+        self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        span.decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: Bf16Span) -> int:
         return span.values.shape[1]

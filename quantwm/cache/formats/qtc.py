@@ -102,6 +102,7 @@ class QtcFormat:
     compresses = True
     uses_queries = False
     """The learner keeps the query moment itself, un-rotated."""
+    full_moment = False
     rank = 0
     exact = False
 

@@ -47,6 +47,7 @@ class QuantWMConfig:
         centroids, group_size, iterations: codebook size, channels a scale, k-means iterations
             (the paper gives none; 2 is what QVG's scripts run).
         qsac, candidates: query-aware assignment of keys, over this many nearest centroids.
+        full_moment: those are nearest by the whole query moment, not by its diagonal (Table 10).
         psac, rank: low-rank correction of keys, in this many directions.
         clip: part of a group's range that the four levels span; 1.0 as published.
     """
@@ -56,6 +57,7 @@ class QuantWMConfig:
     iterations: int = 2
     qsac: bool = True
     candidates: int = 4
+    full_moment: bool = False
     psac: bool = True
     rank: int = 8
     clip: float = 1.0
@@ -126,6 +128,7 @@ class QuantWMFormat:
     def __init__(self, config: QuantWMConfig | None = None) -> None:
         self.config = config or QuantWMConfig()
         self.uses_queries = self.config.qsac or self.config.psac
+        self.full_moment = self.config.qsac and self.config.full_moment
         self.rank = self.config.rank if self.config.psac else 0
 
     def check(self, head_dim: int) -> None:
@@ -284,10 +287,15 @@ class QuantWMFormat:
     def decode_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int
     ) -> None:
+        self.decode_heads_into(span, out, offset, start, stop, 0)
+
+    def decode_heads_into(
+        self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
         sparse = span.correction is not None and span.correction.mask is not None
         # Sparse rows are made dense for one reading only: kept, they would be bytes not counted.
         decode = span.decoder(span.correction.dense()) if sparse else span.decode
-        decode(out, offset, start, stop)
+        decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: QuantWMSpan) -> int:
         return span.ids.shape[1]

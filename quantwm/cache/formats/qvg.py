@@ -68,6 +68,7 @@ class QvgFormat:
     name = "qvg"
     compresses = True
     uses_queries = False
+    full_moment = False
     rank = 0
     exact = False
 
@@ -124,6 +125,11 @@ class QvgFormat:
 
     def decode_into(self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
         span.decode(out, offset, start, stop)
+
+    def decode_heads_into(
+        self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        span.decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: QvgSpan) -> int:
         return span.ids.shape[1]
