@@ -24,9 +24,10 @@ from quantwm.worlds.base import (
     StartState,
     WorldSpec,
 )
+from quantwm.worlds.capture import CudaCapture
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
-from quantwm.worlds.embedded.graphs import CudaCapture, GraphedDecoder, GraphedTransformer
+from quantwm.worlds.embedded.graphs import GraphedDecoder, GraphedTransformer
 from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
 from quantwm.worlds.embedded.rope import ChunkTables, rope_split
 from quantwm.worlds.embedded.sampler import sample

@@ -13,6 +13,9 @@ from quantwm.worlds.wan.config import ActionConfig
 from quantwm.worlds.wan.layers import EPS, linear
 from quantwm.worlds.wan.rotary import angles, rotate
 
+Turns = tuple[torch.Tensor, torch.Tensor]
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class ActionHistory(Protocol):
     """Keys and values of one stream, history then chunk; frames in time order."""
@@ -31,15 +34,22 @@ class ActionPass:
     Attributes:
         keyboard: [F, rows, keyboard_dim] windows of action rows (see action_windows).
         mouse: [F, rows, mouse_dim], or None for a model without a mouse.
-        first_frame: absolute latent frame of the chunk's first frame.
+        turns: cosines and sines [F, rope_dim / 2] of the chunk's latent frames (see frame_turns).
         keyboard_history, mouse_history: the two cached streams.
     """
 
     keyboard: torch.Tensor
     mouse: torch.Tensor | None
-    first_frame: int
+    turns: Turns
     keyboard_history: ActionHistory
     mouse_history: ActionHistory | None
+
+
+def frame_turns(first_frame: int, frames: int, config: ActionConfig, device: torch.device) -> Turns:
+    """Rotary cosines and sines of latent frames, for every block's action module alike."""
+    positions = torch.arange(first_frame, first_frame + frames, device=device)
+    table = angles(positions, config.rope_dim, config.rope_theta)
+    return table.cos(), table.sin()
 
 
 def action_windows(
@@ -96,46 +106,63 @@ class ActionModule(nn.Module):
         self.keyboard_attn_kv = nn.Linear(config.rows * embed, 2 * inner, bias=False)
         self.proj_keyboard = nn.Linear(inner, width, bias=False)
 
+    @property
+    def has_mouse(self) -> bool:
+        return bool(self.config.mouse_dim)
+
     def forward(self, layer: int, x: torch.Tensor, action: ActionPass) -> torch.Tensor:
         """x: [F * cells, width] -> the same, actions added."""
-        if action.mouse is not None and self.config.mouse_dim:
-            x = x + self._mouse(layer, x, action)
-        return x + self._keyboard(layer, x, action)
+        if action.mouse is not None and action.mouse_history is not None and self.has_mouse:
+            q, k, v = self.mouse_in(x, action.mouse, action.turns)
+            x = x + self.mouse_out(mouse_attention(q, k, v, layer, action.mouse_history))
+        q, k, v = self.keyboard_in(x, action.keyboard, action.turns)
+        return x + self.keyboard_out(keyboard_attention(q, k, v, layer, action.keyboard_history))
 
-    def _turn(self, x: torch.Tensor, first_frame: int) -> torch.Tensor:
-        """Rotate x [..., F, D] by its latent frames."""
-        positions = torch.arange(first_frame, first_frame + x.shape[-2], device=x.device)
-        table = angles(positions, self.config.rope_dim, self.config.rope_theta)
-        return rotate(x, table.cos(), table.sin())
-
-    def _mouse(self, layer: int, x: torch.Tensor, action: ActionPass) -> torch.Tensor:
-        config, frames = self.config, len(action.mouse)
+    def mouse_in(self, x: torch.Tensor, mouse: torch.Tensor, turns: Turns) -> QKV:
+        """q [cells, heads, F, D]; k and v [heads, F * cells, D] as the cache takes them."""
+        config, frames = self.config, len(mouse)
         cells = x.shape[0] // frames
-        rows = action.mouse.flatten(1).to(x.dtype)[:, None].expand(-1, cells, -1)
+        rows = mouse.flatten(1).to(x.dtype)[:, None].expand(-1, cells, -1)
         mixed = torch.cat([x.unflatten(0, (frames, cells)), rows], dim=-1)
         qkv = self.t_qkv(self.mouse_mlp(mixed)).unflatten(-1, (3, config.heads, -1))
         q, k, v = qkv.permute(2, 3, 1, 0, 4)  # each [heads, cells, frames, D]
-        q = self._turn(_unit_rms(q), action.first_frame)
-        k = self._turn(_unit_rms(k), action.first_frame)
-        by_frame = [t.transpose(1, 2).flatten(1, 2) for t in (k, v)]  # [heads, frames*cells, D]
-        keys, values = action.mouse_history(layer, *by_frame)
-        keys, values = (t.unflatten(1, (-1, cells)).permute(2, 0, 1, 3) for t in (keys, values))
-        out = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values)
-        return self.proj_mouse(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        q, k = rotate(_unit_rms(q), *turns), rotate(_unit_rms(k), *turns)
+        k, v = (t.transpose(1, 2).flatten(1, 2) for t in (k, v))
+        return q.transpose(0, 1), k, v
 
-    def _keyboard(self, layer: int, x: torch.Tensor, action: ActionPass) -> torch.Tensor:
-        config, frames = self.config, len(action.keyboard)
+    def mouse_out(self, attended: torch.Tensor) -> torch.Tensor:
+        """[cells, heads, F, D] -> [F * cells, width]."""
+        return self.proj_mouse(attended.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+
+    def keyboard_in(self, x: torch.Tensor, keyboard: torch.Tensor, turns: Turns) -> QKV:
+        """q [cells, heads, F, D]; k and v [heads, F, D]: all cells see the same key rows."""
+        config, frames = self.config, len(keyboard)
         cells = x.shape[0] // frames
-        embedded = self.keyboard_embed(action.keyboard.to(x.dtype)).flatten(1)
+        embedded = self.keyboard_embed(keyboard.to(x.dtype)).flatten(1)
         kv = self.keyboard_attn_kv(embedded).unflatten(-1, (2, config.heads, -1))
-        k, v = kv.permute(1, 2, 0, 3)  # each [heads, frames, D]
+        k, v = kv.permute(1, 2, 0, 3)
         q = linear(self.mouse_attn_q, x).unflatten(-1, (config.heads, -1))
-        q = q.unflatten(0, (frames, cells)).permute(1, 2, 0, 3)  # [cells, heads, frames, D]
-        q = self._turn(_unit_rms(q), action.first_frame)
-        k = self._turn(_unit_rms(k), action.first_frame)
-        keys, values = action.keyboard_history(layer, k, v)
-        expand = (cells, -1, -1, -1)
-        out = F.scaled_dot_product_attention(
-            q, keys[None].expand(expand), values[None].expand(expand)
-        )
-        return self.proj_keyboard(out.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        q = q.unflatten(0, (frames, cells)).permute(1, 2, 0, 3)
+        return rotate(_unit_rms(q), *turns), rotate(_unit_rms(k), *turns), v
+
+    def keyboard_out(self, attended: torch.Tensor) -> torch.Tensor:
+        """[cells, heads, F, D] -> [F * cells, width]."""
+        return self.proj_keyboard(attended.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+
+
+def mouse_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, history: ActionHistory
+) -> torch.Tensor:
+    """Every cell over its own past: q [cells, heads, F, D] -> the same."""
+    cells = q.shape[0]
+    keys, values = (t.unflatten(1, (-1, cells)).permute(2, 0, 1, 3) for t in history(layer, k, v))
+    return F.scaled_dot_product_attention(q, keys, values)
+
+
+def keyboard_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, history: ActionHistory
+) -> torch.Tensor:
+    """Every cell over the same key rows: q [cells, heads, F, D] -> the same."""
+    keys, values = history(layer, k, v)
+    expand = (q.shape[0], -1, -1, -1)
+    return F.scaled_dot_product_attention(q, keys[None].expand(expand), values[None].expand(expand))

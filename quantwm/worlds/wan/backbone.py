@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +57,12 @@ class Pass:
     camera: torch.Tensor | None = None
     labels: torch.Tensor | None = None
     action: ActionPass | None = None
+
+
+Vectors = tuple[torch.Tensor, ...]
+"""Shift, scale and gate of the attention, then of the feed-forward."""
+Forward = Callable[[torch.Tensor, Pass], torch.Tensor]
+"""Latents [in_channels, F, H, W] and what goes with them -> flow [out_channels, F, H, W]."""
 
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -127,22 +134,51 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, modulation: torch.Tensor, inputs: Pass) -> torch.Tensor:
         """x: [N, width]; modulation: [F, 6, width] -> [N, width]."""
-        table = self.scale_shift_table
-        vectors = (table.float() if self.rules.modulation_fp32 else table) + modulation
-        # [F, 1, width] each, broadcast over a frame's tokens: rows per token would cost 0.8 GB of
-        # writes per block of the 14B model.
-        shift1, scale1, gate1, shift2, scale2, gate2 = vectors[:, :, None].unbind(1)
-        hidden = self._modulated(x, shift1, scale1)
-        q = self.attn1.queries(hidden)
-        k, v = self.attn1.keys_values(hidden)
-        attended = self.attn1.output(*inputs.attention(self.index, q, k, v))
-        x = self._added(x, attended, gate1)
-        if self.camera and inputs.camera is not None:
-            x = self._with_camera(x, inputs.camera)
-        x = x + self._cross_attention(self._norm(x, self.norm2), inputs.context[self.index])
-        if inputs.action is not None and hasattr(self, "action_model"):
+        vectors = self.vectors(modulation)
+        attended = inputs.attention(self.index, *self.before(x, vectors))
+        x = self.after(x, attended, vectors, inputs.context[self.index], inputs.camera)
+        if inputs.action is not None and self.acts:
             x = self.action_model(self.action_index, x, inputs.action)
-        return self._added(x, self.ffn(self._modulated(x, shift2, scale2)), gate2)
+        return self.finish(x, vectors)
+
+    @property
+    def acts(self) -> bool:
+        return hasattr(self, "action_model")
+
+    def vectors(self, modulation: torch.Tensor) -> Vectors:
+        """The six modulation vectors, each [F, 1, width] and broadcast over a frame's tokens.
+
+        Rows per token would cost 0.8 GB of writes per block of the 14B model.
+        """
+        table = self.scale_shift_table
+        rows = (table.float() if self.rules.modulation_fp32 else table) + modulation
+        return rows[:, :, None].unbind(1)
+
+    def before(
+        self, x: torch.Tensor, vectors: Vectors
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Un-rotated q, k, v [heads, N, head_dim] of the self-attention."""
+        hidden = self._modulated(x, vectors[0], vectors[1])
+        return self.attn1.queries(hidden), *self.attn1.keys_values(hidden)
+
+    def after(
+        self,
+        x: torch.Tensor,
+        attended: Sequence[torch.Tensor],
+        vectors: Vectors,
+        context: tuple[torch.Tensor, torch.Tensor],
+        camera: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Self-attention's result, camera and cross-attention into the stream."""
+        x = self._added(x, self.attn1.output(*attended), vectors[2])
+        if self.camera and camera is not None:
+            x = self._with_camera(x, camera)
+        return x + self._cross_attention(self._norm(x, self.norm2), context)
+
+    def finish(self, x: torch.Tensor, vectors: Vectors) -> torch.Tensor:
+        """The feed-forward."""
+        hidden = self._modulated(x, vectors[3], vectors[4])
+        return self._added(x, self.ffn(hidden), vectors[5])
 
     def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if not self.rules.modulation_fp32:
@@ -248,29 +284,36 @@ class CausalWan(nn.Module):
     def forward(self, latents: torch.Tensor, inputs: Pass) -> torch.Tensor:
         """latents: [in_channels, F, H, W] -> flow [out_channels, F, H, W]."""
         frames, height, width = latents.shape[1:]
-        x = self.patch_embedding(latents[None].to(self.dtype))[0].flatten(1).T.contiguous()
-        time, modulation = self._times(inputs)
+        x = self.enter(latents)
+        time, modulation = self.times(inputs.timesteps, inputs.labels)
         for block in self.blocks:
             x = block(x, modulation, inputs)
-        return self._head(x, time, (frames, height // 2, width // 2))
+        return self.leave(x, time, (frames, height // 2, width // 2))
 
-    def _times(self, inputs: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    def enter(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents to tokens [N, width], in the order frame, row, column."""
+        return self.patch_embedding(latents[None].to(self.dtype))[0].flatten(1).T.contiguous()
+
+    def times(
+        self, timesteps: torch.Tensor, labels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Time vector [F, width] and modulation [F, 6, width]."""
         rules, embedder = self.config.rules, self.condition_embedder
         # Autocast models keep the whole time path in FP32, the others in the weights' dtype.
         fp32 = rules.residual_fp32
-        wave = sinusoid(inputs.timesteps, self.config.freq_dim, rules.sinusoid_fp64)
+        wave = sinusoid(timesteps, self.config.freq_dim, rules.sinusoid_fp64)
         time = embedder.time_embedder(wave.float() if fp32 else wave.to(self.dtype), fp32=fp32)
-        if inputs.labels is not None:
-            wave = sinusoid(inputs.labels, self.config.freq_dim, rules.sinusoid_fp64)
+        if labels is not None:
+            wave = sinusoid(labels, self.config.freq_dim, rules.sinusoid_fp64)
             time = time + embedder.action_embedder(wave.to(self.dtype))
         apply = linear_fp32 if fp32 else linear
         modulation = apply(embedder.time_proj, F.silu(time)).unflatten(1, (6, -1))
         return time, modulation.float() if rules.modulation_fp32 else modulation
 
-    def _head(
+    def leave(
         self, x: torch.Tensor, time: torch.Tensor, grid: tuple[int, int, int]
     ) -> torch.Tensor:
+        """Tokens to flow; grid: frames, rows and columns of tokens."""
         rules = self.config.rules
         table = self.scale_shift_table.float() if rules.modulation_fp32 else self.scale_shift_table
         shift, scale = (table + time[:, None])[:, :, None].unbind(1)

@@ -22,9 +22,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + EPS)
-        return wide.to(x.dtype) * self.weight
+        if x.dtype == torch.float32:
+            return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * self.weight
+        # Without a weight PyTorch's own does just that in one launch instead of six; its FP32
+        # differs in the last bit, where the goldens are met exactly.
+        return F.rms_norm(x, x.shape[-1:], None, EPS) * self.weight
 
 
 def layer_norm(

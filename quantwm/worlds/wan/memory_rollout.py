@@ -9,7 +9,7 @@ import torch
 
 from quantwm.cache.kv_cache import KVCache
 from quantwm.worlds.wan.attention import Grid, MemoryAttention
-from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Pass
+from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Forward, Pass
 from quantwm.worlds.wan.prope import Cameras
 from quantwm.worlds.wan.schedules import TRAIN_STEPS, euler_steps
 
@@ -38,7 +38,10 @@ class MemoryRollout:
         grid: Grid,
         timesteps: Sequence[float] = TIMESTEPS,
         context_timestep: float = CONTEXT_TIMESTEP,
+        forward: Forward | None = None,
     ) -> None:
+        """forward: another way to run the model's pass, with the same result (CUDA graphs)."""
+        self.forward = model if forward is None else forward
         self.model, self.cache, self.context, self.grid = model, cache, context, grid
         self.steps = euler_steps(timesteps)
         self.context_timestep = context_timestep
@@ -105,4 +108,4 @@ class MemoryRollout:
     ) -> torch.Tensor:
         attention = MemoryAttention(self.cache, cameras, len(x), self.grid, clean)
         inputs = Pass(timesteps=times, attention=attention, context=self.context, labels=labels)
-        return self.model(x.transpose(0, 1), inputs).transpose(0, 1)
+        return self.forward(x.transpose(0, 1), inputs).transpose(0, 1)

