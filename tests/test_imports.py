@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("app", "benchmarks", "kernels", "quantwm", "tests", "training")
-OPTIONAL = ("triton", "gradio", "diffusers", "av", "pynvml", "psutil", "vizdoom")
+OPTIONAL = (
+    "triton", "gradio", "diffusers", "av", "pynvml", "psutil", "vizdoom", "cv2", "skimage",
+    "torchmetrics",
+)  # fmt: skip
 DISPATCH = "quantwm.cache.dispatch"
 
 
