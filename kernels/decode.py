@@ -10,96 +10,50 @@ from torch import Tensor
 from kernels import checks, tuning
 from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
-from kernels.tile import e4m3_value
+from kernels.tile import affine_levels, centroid_rows, channels_of, code_levels, e4m3_value
 
 FLOATS = (torch.float32, torch.bfloat16)
 
 
 @triton.jit
-def _levels(codes_ptr, head, rows, valid, n_tokens, D: tl.constexpr):
-    """Codes of a token block, float32 [BLOCK_N, D / 16, 16]: one 32-bit load per 16 channels."""
-    words: tl.constexpr = D // 16
-    place = (head * n_tokens + rows)[:, None] * words + tl.arange(0, words)[None, :]
-    packed = tl.load(codes_ptr + place, mask=valid[:, None], other=0)
-    shifts = 2 * tl.arange(0, 16)
-    return ((packed[:, :, None] >> shifts[None, None, :]) & 3).to(tl.float32)
-
-
-@triton.jit
-def _channels(D: tl.constexpr):
-    """Channel numbers laid out like the codes, [1, D / 16, 16]."""
-    return (tl.arange(0, D // 16)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
-
-
-@triton.jit
-def _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D: tl.constexpr):
-    """Centroid of every token, float32 [BLOCK_N, D / 16, 16]."""
-    ids = tl.load(ids_ptr + head * n_tokens + rows, mask=valid, other=0).to(tl.int32)
-    place = head * K * D + ids[:, None, None] * D + _channels(D)
-    return tl.load(centroids_ptr + place, mask=valid[:, None, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _store(out_ptr, stride_h, stride_n, values, head, to, valid, D: tl.constexpr):
-    ptrs = out_ptr + head * stride_h + to[:, None, None] * stride_n + _channels(D)
+    ptrs = out_ptr + head * stride_h + to[:, None, None] * stride_n + channels_of(D)
     tl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=valid[:, None, None])
 
 
-@triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop"])
+@triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop", "first_head"])
 def decode_ternary_kernel(
     out_ptr, out_stride_h, out_stride_n,
-    offset, start, stop,  # runtime: only in masks and addresses
+    offset, start, stop, first_head,  # runtime: only in masks and addresses
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
     n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads)."""
-    head = tl.program_id(1).to(tl.int64)
+    """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads of out)."""
+    out_head = tl.program_id(1).to(tl.int64)
+    head = out_head + first_head
     rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < stop
     groups: tl.constexpr = D // GROUP
     of_word = tl.arange(0, D // 16) * 16 // GROUP
     place = (head * n_tokens + rows)[:, None] * groups + of_word[None, :]
     scale = e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
-    values = (_levels(codes_ptr, head, rows, valid, n_tokens, D) - 1.0) * scale[:, :, None]
-    values += _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
-    _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
-
-
-@triton.jit
-def _affine_levels(
-    codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
-    n_chunks, D: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """(code - zero) * scale of a token block, float32 [BLOCK_N, D / 16, 16]."""
-    groups: tl.constexpr = D // GROUP
-    chunk = tl.zeros_like(rows)
-    for c in range(0, n_chunks):
-        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(tl.int64)
-    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
-    step = tl.div_rn(secondary.to(tl.float32), 255.0)
-    of_word = tl.arange(0, D // 16) * 16 // GROUP
-    flat = rows[:, None] * groups + of_word[None, :]
-    codes = tl.load(scales_ptr + head * n_tokens * groups + flat, mask=valid[:, None], other=0)
-    scale = codes.to(tl.float32) * step[:, None]
-    zero_bytes = (n_tokens.to(tl.int64) * groups + 3) // 4
-    byte = tl.load(zeros_ptr + head * zero_bytes + flat // 4, mask=valid[:, None], other=0)
-    zero = ((byte.to(tl.int32) >> (2 * (flat % 4)).to(tl.int32)) & 3).to(tl.float32)
-    levels = _levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
-    return levels * scale[:, :, None]
+    values = (code_levels(codes_ptr, head, rows, valid, n_tokens, D) - 1.0) * scale[:, :, None]
+    values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
+    _store(out_ptr, out_stride_h, out_stride_n, values, out_head, rows - start + offset, valid, D)
 
 
 @triton.jit(
     do_not_specialize=[
-        "n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected",
+        "n_tokens", "offset", "start", "stop", "first_head", "n_chunks", "first_corrected",
         # Views into all layers' storage begin anywhere; a few bytes gain nothing from alignment.
         "secondary_ptr", "chunk_stops_ptr",
     ]
 )  # fmt: skip
 def decode_affine_kernel(
     out_ptr, out_stride_h, out_stride_n,
-    offset, start, stop,  # runtime: only in masks and addresses
+    offset, start, stop, first_head,  # runtime: only in masks and addresses
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
     coefficients_ptr, row_scales_ptr, basis_ptr,
     n_tokens,  # runtime: only in masks and addresses
@@ -111,17 +65,18 @@ def decode_affine_kernel(
 ):  # fmt: skip
     """mu[id] + (code - zero) * scale (+ coefficients @ basis^T * row scale), rounded once.
 
-    Grid (token blocks, heads). RANK 0 leaves the correction out. INT8 coefficients and BF16
+    Grid (token blocks, heads of out). RANK 0 leaves the correction out. INT8 coefficients and BF16
     directions are exact operands of a BF16 dot.
     """
-    head = tl.program_id(1).to(tl.int64)
+    out_head = tl.program_id(1).to(tl.int64)
+    head = out_head + first_head
     rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < stop
-    values = _affine_levels(
+    values = affine_levels(
         codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid,
         n_tokens, n_chunks, D, GROUP,
     )  # fmt: skip
-    values += _means(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
+    values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
     if RANK > 0:
         offs_d = tl.arange(0, D)
         offs_r = tl.arange(0, RANK_PAD)
@@ -138,18 +93,18 @@ def decode_affine_kernel(
         row_scale = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
         correction = tl.dot(coefficients, directions, input_precision="ieee") * row_scale[:, None]
         values += tl.reshape(correction, (BLOCK_N, D // 16, 16))
-    _store(out_ptr, out_stride_h, out_stride_n, values, head, rows - start + offset, valid, D)
+    _store(out_ptr, out_stride_h, out_stride_n, values, out_head, rows - start + offset, valid, D)
 
 
 @triton.jit
 def _copy_rows(
-    out_ptr, out_stride_h, out_stride_n, x_ptr, x_stride_h, x_stride_n, head, to, rows, valid,
-    D: tl.constexpr,
+    out_ptr, out_stride_h, out_stride_n, out_head, to, x_ptr, x_stride_h, x_stride_n, head, rows,
+    valid, D: tl.constexpr,
 ):  # fmt: skip
     offs_d = tl.arange(0, D)[None, :]
     x_ptrs = x_ptr + head * x_stride_h + rows[:, None] * x_stride_n + offs_d
     x = tl.load(x_ptrs, mask=valid[:, None], other=0.0)
-    out_ptrs = out_ptr + head * out_stride_h + to[:, None] * out_stride_n + offs_d
+    out_ptrs = out_ptr + out_head * out_stride_h + to[:, None] * out_stride_n + offs_d
     same: tl.constexpr = x.dtype == out_ptr.dtype.element_ty
     tl.store(
         out_ptrs, x if same else x.to(tl.float32).to(out_ptr.dtype.element_ty),
@@ -157,18 +112,18 @@ def _copy_rows(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offset", "start", "stop"])
+@triton.jit(do_not_specialize=["offset", "start", "stop", "first_head"])
 def copy_kernel(
     out_ptr, out_stride_h, out_stride_n,
-    offset, start, stop,  # runtime: only in masks and addresses
+    offset, start, stop, first_head,  # runtime: only in masks and addresses
     x_ptr, x_stride_h, x_stride_n, D: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tokens start .. stop - 1 of x, in out's type. Grid (token blocks, heads)."""
-    head = tl.program_id(1).to(tl.int64)
+    """Tokens start .. stop - 1 of x, in out's type. Grid (token blocks, heads of out)."""
+    out_head = tl.program_id(1).to(tl.int64)
     rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     _copy_rows(
-        out_ptr, out_stride_h, out_stride_n, x_ptr, x_stride_h, x_stride_n, head,
-        rows - start + offset, rows, rows < stop, D,
+        out_ptr, out_stride_h, out_stride_n, out_head, rows - start + offset,
+        x_ptr, x_stride_h, x_stride_n, out_head + first_head, rows, rows < stop, D,
     )  # fmt: skip
 
 
@@ -185,13 +140,13 @@ def copy_pair_kernel(
     head = tl.program_id(1).to(tl.int64)
     if head < heads:
         _copy_rows(
-            k_out_ptr, out_stride_h, out_stride_n, k_ptr, k_stride_h, k_stride_n, head,
-            rows + offset, rows, rows < n_tokens, D,
+            k_out_ptr, out_stride_h, out_stride_n, head, rows + offset,
+            k_ptr, k_stride_h, k_stride_n, head, rows, rows < n_tokens, D,
         )  # fmt: skip
     else:
         _copy_rows(
-            v_out_ptr, out_stride_h, out_stride_n, v_ptr, v_stride_h, v_stride_n, head - heads,
-            rows + offset, rows, rows < n_tokens, D,
+            v_out_ptr, out_stride_h, out_stride_n, head - heads, rows + offset,
+            v_ptr, v_stride_h, v_stride_n, head - heads, rows, rows < n_tokens, D,
         )  # fmt: skip
 
 
@@ -204,19 +159,23 @@ class Decoder:
         """shape: heads, tokens and channels of the span; rows: tokens of a program."""
         self._launch, self._shape, self._device, self._rows = launch, shape, device, rows
 
-    def __call__(self, out: Tensor, offset: int, start: int, stop: int) -> None:
-        """Write tokens [start, stop) to out[:, offset : offset + stop - start].
+    def __call__(
+        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
+    ) -> None:
+        """Write tokens [start, stop) of heads from first_head on to out[:, offset : ...].
 
-        out: [H, capacity, D] float32 or bfloat16, channels adjacent. ValueError on anything else,
-        and on a range that does not fit.
+        out: [heads wanted, capacity, D] float32 or bfloat16, channels adjacent. ValueError on
+        anything else, and on a range that does not fit.
         """
         heads, tokens, dim = self._shape
         out_heads, capacity, out_dim = out.shape
         stride_h, stride_n, stride_d = out.stride()
-        wanted = out_heads == heads and out_dim == dim and stride_d == 1
+        within = 0 <= first_head <= heads - out_heads
+        wanted = within and out_dim == dim and stride_d == 1
         if not wanted or out.dtype not in FLOATS or out.device != self._device:
             raise ValueError(
-                f"out must be float32 or bfloat16 [{heads}, capacity, {dim}] with adjacent "
+                f"out must be float32 or bfloat16 [up to {heads - first_head} heads from "
+                f"{first_head}, capacity, {dim}] with adjacent "
                 f"channels on {self._device}, got {out.dtype} {tuple(out.shape)}, strides "
                 f"{out.stride()}, on {out.device}"
             )
@@ -227,7 +186,8 @@ class Decoder:
             )
         if count:
             blocks = -(-count // self._rows)
-            self._launch(blocks, out, (stride_h, stride_n), (offset, start, stop))
+            lengths = (offset, start, stop, first_head)
+            self._launch((blocks, out_heads), out, (stride_h, stride_n), lengths)
 
 
 def _check(
@@ -253,7 +213,7 @@ def prepare_copy(x: Tensor) -> Decoder:
         "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
         "num_stages": row.num_stages,
     }  # fmt: skip
-    prepared = PreparedLaunch(copy_kernel, (x, x.stride(0), x.stride(1)), constants, heads)
+    prepared = PreparedLaunch(copy_kernel, (x, x.stride(0), x.stride(1)), constants)
     return Decoder(prepared, (heads, tokens, dim), x.device, row.block_n)
 
 
@@ -308,7 +268,7 @@ def prepare_qvg(
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants, heads)
+    prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
 
 
@@ -350,5 +310,5 @@ def prepare_quantwm(
         "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    prepared = PreparedLaunch(decode_affine_kernel, fixed, constants, heads)
+    prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

@@ -104,11 +104,8 @@ class PreparedLaunch:
     of `strides` and the driver's launch.
     """
 
-    def __init__(
-        self, kernel: Any, fixed: Sequence[Any], constants: Mapping[str, Any], heads: int
-    ) -> None:
+    def __init__(self, kernel: Any, fixed: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self._kernel, self._fixed, self._constants = kernel, tuple(fixed), constants
-        self._heads = heads
         self._direct = isinstance(kernel, JITFunction)
         if self._direct:
             flags = _specialised(kernel)
@@ -118,10 +115,13 @@ class PreparedLaunch:
             self._known: dict[tuple[Any, ...], _Compiled] = {}
 
     def __call__(
-        self, blocks: int, tensor: Tensor, strides: tuple[int, int], lengths: tuple[int, ...]
+        self,
+        grid: tuple[int, int],
+        tensor: Tensor,
+        strides: tuple[int, int],
+        lengths: tuple[int, ...],
     ) -> None:
         """strides: integers that Triton specialises on; lengths: those that it does not."""
-        grid = (blocks, self._heads)
         if not self._direct:
             self._kernel[grid](tensor, *strides, *lengths, *self._fixed, **self._constants)
             return

@@ -93,3 +93,50 @@ def split_operand(x, DOT_DTYPE: tl.constexpr):
     """
     part = x.to(DOT_DTYPE)
     return part, x - part.to(tl.float32)
+
+
+@triton.jit
+def code_levels(codes_ptr, head, rows, valid, n_tokens, D: tl.constexpr):
+    """Codes of a token block, float32 [BLOCK_N, D / 16, 16]: one 32-bit load per 16 channels."""
+    words: tl.constexpr = D // 16
+    place = (head * n_tokens + rows)[:, None] * words + tl.arange(0, words)[None, :]
+    packed = tl.load(codes_ptr + place, mask=valid[:, None], other=0)
+    shifts = 2 * tl.arange(0, 16)
+    return ((packed[:, :, None] >> shifts[None, None, :]) & 3).to(tl.float32)
+
+
+@triton.jit
+def channels_of(D: tl.constexpr):
+    """Channel numbers laid out like the codes, [1, D / 16, 16]."""
+    return (tl.arange(0, D // 16)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+
+
+@triton.jit
+def centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D: tl.constexpr):
+    """Centroid of every token, float32 [BLOCK_N, D / 16, 16]."""
+    ids = tl.load(ids_ptr + head * n_tokens + rows, mask=valid, other=0).to(tl.int32)
+    place = head * K * D + ids[:, None, None] * D + channels_of(D)
+    return tl.load(centroids_ptr + place, mask=valid[:, None, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def affine_levels(
+    codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
+    n_chunks, D: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """(code - zero) * scale of a token block, float32 [BLOCK_N, D / 16, 16]."""
+    groups: tl.constexpr = D // GROUP
+    chunk = tl.zeros_like(rows)
+    for c in range(0, n_chunks):
+        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(tl.int64)
+    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
+    step = tl.div_rn(secondary.to(tl.float32), 255.0)
+    of_word = tl.arange(0, D // 16) * 16 // GROUP
+    flat = rows[:, None] * groups + of_word[None, :]
+    codes = tl.load(scales_ptr + head * n_tokens * groups + flat, mask=valid[:, None], other=0)
+    scale = codes.to(tl.float32) * step[:, None]
+    zero_bytes = (n_tokens.to(tl.int64) * groups + 3) // 4
+    byte = tl.load(zeros_ptr + head * zero_bytes + flat // 4, mask=valid[:, None], other=0)
+    zero = ((byte.to(tl.int32) >> (2 * (flat % 4)).to(tl.int32)) & 3).to(tl.float32)
+    levels = code_levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
+    return levels * scale[:, :, None]

@@ -95,11 +95,11 @@ def test_another_kind_goes_through_triton(
 def test_a_prepared_launch_shares_what_others_of_its_kind_compiled(kernel: FakeKernel) -> None:
     ids = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
     outs = [torch.zeros(64), torch.zeros(64)]
-    spans = [launching.PreparedLaunch(kernel, (i, 100 + n), CONSTANTS, 2)
+    spans = [launching.PreparedLaunch(kernel, (i, 100 + n), CONSTANTS)
              for n, i in enumerate(ids)]  # fmt: skip
     for span, out in zip(spans * 2, outs * 2, strict=True):
-        span(4, out, (640, 128), (7,))
-    spans[0](4, torch.zeros(64, dtype=torch.bfloat16), (640, 128), (7,))
+        span((4, 2), out, (640, 128), (7,))
+    spans[0]((4, 2), torch.zeros(64, dtype=torch.bfloat16), (640, 128), (7,))
     assert kernel.compiled[0][1] == (outs[0], 640, 128, 7, ids[0], 100)
     assert len(kernel.compiled) == 2
     values = [(o.data_ptr(), 640, 128, 7, i.data_ptr(), 100 + n)
@@ -116,6 +116,6 @@ def test_what_is_not_compiled_is_launched_as_it_stands() -> None:
             return lambda *args, **constants: seen.append((grid, args, constants))
 
     launching.launch(Interpreted(), (1, 2), (3, 4), {"D": 5})
-    launching.PreparedLaunch(Interpreted(), (9,), {"D": 5}, 2)(7, torch.zeros(1), (1, 2), (3,))
+    launching.PreparedLaunch(Interpreted(), (9,), {"D": 5})((7, 2), torch.zeros(1), (1, 2), (3,))
     assert seen[0] == ((1, 2), (3, 4), {"D": 5})
     assert seen[1][0] == (7, 2) and seen[1][1][1:] == (1, 2, 3, 9)

@@ -178,20 +178,35 @@ def copy_pair(k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -
     k_out[:, tokens], v_out[:, tokens] = k, v
 
 
-def prepare_copy(x: Tensor) -> Callable[[Tensor, int, int, int], None]:
+def prepare_copy(x: Tensor) -> Callable[..., None]:
     """See `dispatch.Ops.prepare_copy`."""
 
-    def copy(out: Tensor, offset: int, start: int, stop: int) -> None:
-        out[:, offset : offset + stop - start] = x[:, start:stop]
+    def copy(out: Tensor, offset: int, start: int, stop: int, first_head: int = 0) -> None:
+        heads = slice(first_head, first_head + out.shape[0])
+        out[:, offset : offset + stop - start] = x[heads, start:stop]
 
     return copy
 
 
-def prepare_qvg(*span: Any) -> Callable[[Tensor, int, int, int], None]:
+def prepare_qvg(*span: Any) -> Callable[..., None]:
     """See `dispatch.Ops.prepare_qvg`."""
-    return lambda out, offset, start, stop: decode_qvg_into(out, offset, *span, start, stop)
+    return _by_head(decode_qvg_into, span)
 
 
-def prepare_quantwm(*span: Any) -> Callable[[Tensor, int, int, int], None]:
+def prepare_quantwm(*span: Any) -> Callable[..., None]:
     """See `dispatch.Ops.prepare_quantwm`."""
-    return lambda out, offset, start, stop: decode_quantwm_into(out, offset, *span, start, stop)
+    return _by_head(decode_quantwm_into, span)
+
+
+def _by_head(decode_into: Callable[..., None], span: tuple[Any, ...]) -> Callable[..., None]:
+    """A decoder of the span; what it holds per head has two dimensions or more."""
+    count = span[0].shape[0]
+
+    def decode(out: Tensor, offset: int, start: int, stop: int, first_head: int = 0) -> None:
+        part = span
+        if out.shape[0] != count:
+            heads = slice(first_head, first_head + out.shape[0])
+            part = tuple(t[heads] if isinstance(t, Tensor) and t.dim() > 1 else t for t in span)
+        decode_into(out, offset, *part, start, stop)
+
+    return decode
