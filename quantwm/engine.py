@@ -6,14 +6,14 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from quantwm.actions import check_action
 from quantwm.cache import dispatch
-from quantwm.cache.formats import make_format
+from quantwm.cache.formats import Format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.workspace import Workspace
 from quantwm.engine_checks import (
@@ -28,7 +28,7 @@ from quantwm.engine_checks import (
 )
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
-from quantwm.lanes import check_lanes, is_bf16, limit_history, max_tokens_for
+from quantwm.lanes import check_lanes, is_bf16, lane_format, limit_history, max_tokens_for
 from quantwm.memory import read_memory
 from quantwm.tensor_files import TensorRecorder
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, StartState, World
@@ -62,6 +62,7 @@ class Engine:
         max_tokens: tokens of history kept, for all lanes alike; None keeps the policies' windows
             on a GPU and CPU_MAX_TOKENS on a CPU.
         recorder: keeps q, k, v of the first lane's clean passes.
+        format_of: the cache format of a lane, for formats that `make_format` does not know.
 
     Raises:
         UserError: no lanes, two lanes of one name, an unknown mode, teacher mode without a BF16
@@ -81,6 +82,7 @@ class Engine:
         steps: int | None = None,
         max_tokens: int | None = None,
         recorder: TensorRecorder | None = None,
+        format_of: Callable[[LaneConfig], Format[Any]] = lane_format,
     ) -> None:
         self.world, self.seed, self.mode = world, checked_seed(seed), mode
         self.image = None if image is None else fitted_picture(image, world.spec.video_size)
@@ -95,7 +97,7 @@ class Engine:
         )
         check_lanes(self.lanes, mode)
         check_memory(world, self.lanes)
-        self._recorder = recorder
+        self._recorder, self._format_of = recorder, format_of
         self._workspace: Workspace | None = None
         self._running: list[_Lane] = []
         self._index = 0
@@ -268,7 +270,7 @@ class Engine:
     def _make_lane(self, config: LaneConfig) -> _Lane:
         cache = KVCache(
             self.world.spec.cache,
-            make_format(config.method, **config.settings),
+            self._format_of(config),
             config.policy,
             device=self.world.device,
             dtype=self.world.dtype,

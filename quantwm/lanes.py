@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from quantwm.cache.formats import FORMATS, make_format, split_method
+from quantwm.cache.formats import FORMATS, Format, make_format, split_method
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
@@ -72,6 +73,11 @@ def limit_history(policy: CachePolicy, spec: CacheSpec, max_tokens: int | None) 
     if policy.window_frames is not None:
         frames = min(frames, policy.window_frames)
     return replace(policy, window_frames=frames)
+
+
+def lane_format(lane: LaneConfig) -> Format[Any]:
+    """The cache format that a lane's method and settings name."""
+    return make_format(lane.method, **lane.settings)
 
 
 def is_bf16(lane: LaneConfig) -> bool:

@@ -119,14 +119,14 @@ def _study_method(
             q, k, v = (layer[part][:, now].to(cache.device) for part in PARTS)
             if number:
                 past = [layer[part][:, : now.start].to(cache.device) for part in ("k", "v")]
-                found = _compare(q, (k, v), past, cache.history(slot))
+                found = compare_reads(q, (k, v), past, cache.history(slot))
                 for values, value in zip((logit, shift, output), found, strict=True):
                     values.append(value)
             cache.attend(slot, q, k, v, clean=True)
         cache.finalize_chunk()
     errors = [
         [
-            _relative(a.to(cache.device), b)
+            relative_error(a.to(cache.device), b)
             for a, b in zip((layer["k"], layer["v"]), kept, strict=True)
         ]
         for layer, kept in (
@@ -149,7 +149,7 @@ def _study_method(
     )
 
 
-def _compare(
+def compare_reads(
     q: torch.Tensor,
     current: Sequence[torch.Tensor],
     past: Sequence[torch.Tensor],
@@ -173,11 +173,12 @@ def _compare(
     return (
         float(change.square().mean(dtype=torch.float64)),
         float(shifted.double().mean()),
-        _relative(*outputs),
+        relative_error(*outputs),
     )
 
 
-def _relative(exact: torch.Tensor, approximate: torch.Tensor) -> float:
+def relative_error(exact: torch.Tensor, approximate: torch.Tensor) -> float:
+    """|approximate - exact|^2 / |exact|^2 over all elements, 0 where exact is."""
     exact = exact.float()
     error = (approximate.float() - exact).square().sum(dtype=torch.float64)
     power = exact.square().sum(dtype=torch.float64)
