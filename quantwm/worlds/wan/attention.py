@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch.nn import functional
 
@@ -34,6 +36,15 @@ def frame_range(first: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.arange(first, first + count, device=device)
 
 
+@lru_cache(maxsize=2)
+def chunk_positions(
+    first: int, frames: int, grid: Grid, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Positions:
+    """The table of one chunk; every pass of every lane asks for it again."""
+    with torch.inference_mode(False):
+        return Positions(frame_range(first, frames, device), grid, head_dim, dtype)
+
+
 class AbsoluteAttention:
     """Keys are cached after RoPE at absolute frame positions (Causal-Forcing, LingBot,
     Matrix-Game-2)."""
@@ -42,13 +53,19 @@ class AbsoluteAttention:
         self, cache: KVCache, first_frame: int, frames: int, grid: Grid, clean: bool
     ) -> None:
         self.cache, self.clean = cache, clean
-        positions = frame_range(first_frame, frames, cache.device)
-        self.positions = Positions(positions, grid, cache.spec.head_dim, cache.dtype)
+        self.positions = chunk_positions(
+            first_frame, frames, grid, cache.spec.head_dim, cache.dtype, cache.device
+        )
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        q, k = self.positions.turn(q), self.positions.turn(k)
+        return self.turned(layer, self.positions.turn(q), self.positions.turn(k), v)
+
+    def turned(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The same for q and k that were rotated already."""
         return (self.cache.attend(layer, q, k, v, clean=self.clean),)
 
 

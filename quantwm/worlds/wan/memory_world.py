@@ -67,7 +67,10 @@ class MemoryWorld(WanWorld):
         return torch.cat(extra_list(lane.extra, "latents"))
 
     def _driver(self, lane: LaneState, session: Session) -> MemoryRollout:
-        return MemoryRollout(self.model, lane.cache, session.context, self.grid, self.entry.steps)
+        return MemoryRollout(
+            self.model, lane.cache, session.context, self.grid, self.entry.steps,
+            forward=self.forward,
+        )  # fmt: skip
 
     def _check_window(self, lane: LaneState) -> None:
         window, needed = (

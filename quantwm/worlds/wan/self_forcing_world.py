@@ -38,7 +38,7 @@ class SelfForcingWorld(WanWorld):
         self._committed(lane, len(latents))
 
     def _driver(self, lane: LaneState, session: Session) -> SelfForcing:
-        return SelfForcing(self.model, lane.cache, session.context, self.grid)
+        return SelfForcing(self.model, lane.cache, session.context, self.grid, self.forward)
 
     def _steps(self, first_frame: int) -> tuple[Step, ...]:
         entry = self.entry

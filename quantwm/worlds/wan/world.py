@@ -11,9 +11,11 @@ import torch
 
 from quantwm.errors import UserError
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, Scene, StartState
-from quantwm.worlds.wan.backbone import CausalWan, ContextKV
+from quantwm.worlds.capture import CudaCapture
+from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Forward
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipVision
+from quantwm.worlds.wan.graphs import GraphedWan, worthwhile
 from quantwm.worlds.wan.pictures import (
     CONDITION_LATENTS,
     plain_picture,
@@ -53,12 +55,18 @@ class WanWorld(ABC):
         prompts: Callable[[str], torch.Tensor] | None = None,
         clip: ClipVision | None = None,
         sha256: Callable[[], str] = lambda: "random",
+        graphs: bool | None = None,
     ) -> None:
-        """prompts: encodes a prompt, for a prompted world. sha256: of the weight files."""
+        """prompts: encodes a prompt, for a prompted world. sha256: of the weight files.
+
+        graphs: replay CUDA graphs between attentions; None takes them where launching is what
+        a pass waits for.
+        """
         self.entry, self.model, self.vae, self.clip = entry, model, vae, clip
         self.spec = entry.spec()
         self.device, self.dtype = model.device, model.dtype
         self.grid = (entry.latent[0] // 2, entry.latent[1] // 2)
+        self.forward = self._launched(graphs)
         self._prompts, self._sha256 = prompts, sha256
         self._session: Session | None = None
 
@@ -115,6 +123,12 @@ class WanWorld(ABC):
         lane.extra["vae_next"] = state
         return frames
 
+    def explain(self) -> str:
+        """How passes are launched, a few words."""
+        if isinstance(self.forward, GraphedWan):
+            return f"world replays {self.forward.count} CUDA graphs a pass"
+        return "world runs op by op"
+
     def weight_bytes(self) -> int:
         modules = [module for module in (self.model, self.vae, self.clip) if module is not None]
         return sum(
@@ -125,6 +139,16 @@ class WanWorld(ABC):
 
     def weights_sha256(self) -> str:
         return self._sha256()
+
+    def _launched(self, graphs: bool | None) -> Forward:
+        cuda, spec = self.device.type == "cuda", self.spec.cache
+        if graphs is None:
+            graphs = cuda and worthwhile(self.model, spec.tokens_per_chunk)
+        if not graphs:
+            return self.model
+        if not cuda:
+            raise UserError(f"graphs need a CUDA device, the world is on {self.device}")
+        return GraphedWan(self.model, spec.frames_per_chunk, CudaCapture(self.device))
 
     def _decode(self, latents: torch.Tensor, state: State) -> np.ndarray:
         parts = [
