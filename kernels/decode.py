@@ -10,7 +10,13 @@ from torch import Tensor
 from kernels import checks, tuning
 from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
-from kernels.tile import affine_levels, centroid_rows, channels_of, code_levels, e4m3_value
+from kernels.tile import (
+    affine_scales,
+    centroid_rows,
+    channels_of,
+    code_levels,
+    ternary_scales,
+)
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -35,10 +41,7 @@ def decode_ternary_kernel(
     head = out_head + first_head
     rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < stop
-    groups: tl.constexpr = D // GROUP
-    of_word = tl.arange(0, D // 16) * 16 // GROUP
-    place = (head * n_tokens + rows)[:, None] * groups + of_word[None, :]
-    scale = e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
+    scale = ternary_scales(scales_ptr, head, rows, valid, n_tokens, D, GROUP)
     values = (code_levels(codes_ptr, head, rows, valid, n_tokens, D) - 1.0) * scale[:, :, None]
     values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
     _store(out_ptr, out_stride_h, out_stride_n, values, out_head, rows - start + offset, valid, D)
@@ -72,10 +75,12 @@ def decode_affine_kernel(
     head = out_head + first_head
     rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     valid = rows < stop
-    values = affine_levels(
-        codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid,
-        n_tokens, n_chunks, D, GROUP,
+    scale, zero = affine_scales(
+        scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
+        n_chunks, D, GROUP,
     )  # fmt: skip
+    levels = code_levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
+    values = levels * scale[:, :, None]
     values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
     if RANK > 0:
         offs_d = tl.arange(0, D)

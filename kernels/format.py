@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
 CODES_PER_BYTE = 4
 CODES_PER_WORD = 16  # a little-endian int32 holds channels 16w .. 16w+15, two bits each
 MAX_CENTROIDS = 256  # ids are uint8
@@ -13,6 +17,7 @@ E4M3_SUBNORMAL_STEP = 2.0**-9
 SCALE_CODE_MAX = 255
 COEFFICIENT_MAX = 127
 
+FUSED_HEAD_DIMS = (64, 128)
 HEAD_DIMS = (64, 128, 256)
 GROUP_SIZES = (16, 32, 64, 128)
 MAX_RANK = 32
@@ -31,3 +36,26 @@ def unsupported(
     if rank > MAX_RANK:
         return f"rank {rank} exceeds {MAX_RANK}"
     return None
+
+
+class Side(NamedTuple):
+    """Keys or values of one segment as fused attention reads them; packed as in the decoders.
+
+    Attributes:
+        kind: "plain" has values alone, [H, N, D]; "ternary" codes, ids, centroids and scales;
+            "affine" all but values, and the last four where keys are corrected.
+    """
+
+    kind: Literal["plain", "ternary", "affine"]
+    values: Tensor | None = None
+    codes: Tensor | None = None
+    ids: Tensor | None = None
+    centroids: Tensor | None = None
+    scales: Tensor | None = None
+    secondary: Tensor | None = None
+    chunk_stops: Tensor | None = None
+    zeros: Tensor | None = None
+    coefficients: Tensor | None = None
+    row_scales: Tensor | None = None
+    basis: Tensor | None = None
+    first_corrected: int = 0

@@ -120,15 +120,23 @@ def centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D: tl.
 
 
 @triton.jit
-def affine_levels(
-    codes_ptr, scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
-    n_chunks, D: tl.constexpr, GROUP: tl.constexpr,
+def ternary_scales(scales_ptr, head, rows, valid, n_tokens, D: tl.constexpr, GROUP: tl.constexpr):
+    """E4M3 scale of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16]."""
+    of_word = tl.arange(0, D // 16) * 16 // GROUP
+    place = (head * n_tokens + rows)[:, None] * (D // GROUP) + of_word[None, :]
+    return e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
+
+
+@triton.jit
+def affine_scales(
+    scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens, n_chunks,
+    D: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """(code - zero) * scale of a token block, float32 [BLOCK_N, D / 16, 16]."""
+    """Scale and zero of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16]."""
     groups: tl.constexpr = D // GROUP
     chunk = tl.zeros_like(rows)
     for c in range(0, n_chunks):
-        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(tl.int64)
+        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(rows.dtype)
     secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
     step = tl.div_rn(secondary.to(tl.float32), 255.0)
     of_word = tl.arange(0, D // 16) * 16 // GROUP
@@ -138,5 +146,4 @@ def affine_levels(
     zero_bytes = (n_tokens.to(tl.int64) * groups + 3) // 4
     byte = tl.load(zeros_ptr + head * zero_bytes + flat // 4, mask=valid[:, None], other=0)
     zero = ((byte.to(tl.int32) >> (2 * (flat % 4)).to(tl.int32)) & 3).to(tl.float32)
-    levels = code_levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
-    return levels * scale[:, :, None]
+    return scale, zero

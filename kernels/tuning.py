@@ -14,7 +14,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch row: tokens and centroids per program, warps, pipeline stages."""
+    """One launch row: tokens and centroids (in attention: queries) per program, warps, stages."""
 
     block_n: int
     block_k: int
@@ -70,6 +70,18 @@ COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),
     256: Launch(16, 0, 4, 1, COMPILED),
+}
+FLASH = {
+    64: Launch(128, 128, 8, 3, COMPILED),
+    128: Launch(128, 128, 8, 2, COMPILED),
+}
+FLASH_PACKED = {
+    64: Launch(64, 128, 8, 2, COMPILED),
+    128: Launch(64, 128, 8, 2, COMPILED),
+}
+FLASH_INT8 = {
+    64: Launch(128, 128, 8, 3, COMPILED),
+    128: Launch(128, 128, 8, 3, COMPILED),
 }
 
 

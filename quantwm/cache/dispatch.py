@@ -5,6 +5,7 @@ Environment variables of the library (all of them):
 | variable | values | meaning |
 |---|---|---|
 | QUANTWM_KERNELS | auto (default), reference, triton | which primitives run on a CUDA device |
+| QUANTWM_ATTENTION | staged (default), fused | whether attention decodes into a scratch first |
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 from functools import lru_cache
 from types import ModuleType
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from quantwm.errors import UserError
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "triton")
+AttentionMode = Literal["staged", "fused"]
 
 
 class Decode(Protocol):
@@ -136,6 +138,16 @@ class Ops(Protocol):
         ...
 
 
+def attention_mode(wanted: str | None = None) -> AttentionMode:
+    """The mode asked for, or without one what QUANTWM_ATTENTION says."""
+    given = os.environ.get("QUANTWM_ATTENTION", "staged") if wanted is None else wanted
+    for mode in get_args(AttentionMode):
+        if given == mode:
+            return mode
+    source = "QUANTWM_ATTENTION" if wanted is None else "mode"
+    raise UserError(f"{source} must be one of {', '.join(get_args(AttentionMode))}, got {given!r}")
+
+
 def ops_for(device: torch.device) -> Ops:
     """The primitives that run on this device."""
     return _choose(torch.device(device).type, os.environ.get("QUANTWM_KERNELS", "auto"))[0]
@@ -183,6 +195,17 @@ def _choose(device_type: str, override: str) -> tuple[Ops, str]:
         logger.warning(reason)
         return reference, reason
     return ops, "Triton kernels (CUDA device)"
+
+
+@lru_cache(maxsize=8)
+def fused_kernel(device: torch.device) -> ModuleType | str:
+    """The kernel of fused attention on this device (`kernels/flash.py`), or why there is none."""
+    ops = ops_for(device)
+    if not isinstance(ops, TritonOps):
+        return explain(device)
+    from kernels import flash
+
+    return flash
 
 
 # --- Triton wiring: the one place that imports `kernels` ---------------------------------------

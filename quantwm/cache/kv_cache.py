@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from quantwm.cache import checks
-from quantwm.cache.attention import ScoreBias, attention
+from quantwm.cache.attention import ScoreBias, attend
 from quantwm.cache.chunk import BF16, Codebooks, Encoder, LayerWrite, OpenChunk
-from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import grown, guide_for
 from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
-from quantwm.cache.reading import decode_visible, first_visible, visible_tokens
+from quantwm.cache.reading import Reading, decode_visible, first_visible, visible_tokens
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics, moment
@@ -84,6 +83,14 @@ class KVCache:
     def frames(self) -> int:
         """Latent frames of history held."""
         return sum(len(segment.frame_tokens) for segment in self._segments)
+
+    def frame_tokens(self) -> list[tuple[int, int]]:
+        """(latent frame, tokens held of it) of every frame of the history, in its order."""
+        return [
+            (segment.first_frame + index, tokens)
+            for segment in self._segments
+            for index, tokens in enumerate(segment.frame_tokens)
+        ]
 
     @property
     def next_frame(self) -> int | None:
@@ -159,10 +166,11 @@ class KVCache:
         layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
         """
         write = LayerWrite(layer, k, v, q, stream)
-        keys, values, past = self._layer(write, clean)
+        seen = self._reading(write, clean)
         q = q.to(self.dtype)
-        bias = score_bias(layer, stream, q, past) if score_bias is not None and past else None
-        out = attention(q, keys, values, bias)
+        wanted = score_bias is not None and seen.past
+        bias = score_bias(layer, stream, q, seen.past) if wanted else None
+        out = attend(seen, q, self.workspace, bias)
         if clean:
             self._write(write)
         return out
@@ -186,7 +194,7 @@ class KVCache:
         if stream in self._companions:
             return self._companions[stream].gather(layer, k, v, clean=clean, q=q)
         write = LayerWrite(layer, k, v, q, stream)
-        keys, values, _ = self._layer(write, clean)
+        keys, values = self._reading(write, clean).staged(self.workspace, self.dtype)
         if clean:
             self._write(write)
         return keys, values
@@ -299,8 +307,8 @@ class KVCache:
 
     # Reading.
 
-    def _layer(self, write: LayerWrite, clean: bool) -> tuple[Tensor, Tensor, int]:
-        """What the open chunk sees of one layer, in scratch, and how much of it is history."""
+    def _reading(self, write: LayerWrite, clean: bool) -> Reading:
+        """What the open chunk sees of one layer."""
         chunk = self._require_open("attend")
         slot = checks.slot_of(self.spec, write.layer, write.stream)
         checks.check_shapes(self.spec, chunk.tokens, write)
@@ -310,11 +318,8 @@ class KVCache:
             )
         first = first_visible(self.policy, chunk.stop_frame)
         past = visible_tokens(self._segments, first)
-        shape = (self.spec.heads, past + chunk.tokens, self.spec.head_dim)
-        keys, values = self.workspace.take(shape, self.dtype, self.device, self._window_tokens())
-        decode_visible(self._segments, slot, keys, values, first)
-        ops_for(self.device).copy_pair(keys, values, past, write.k, write.v)
-        return keys, values, past
+        history = (self._segments, slot, first)
+        return Reading(*history, write.k, write.v, past, self._window_tokens())
 
     def _require_open(self, call: str) -> OpenChunk:
         if self._open is None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from quantwm.cache.dispatch import note_fallback, ops_for
+from quantwm.cache.formats.base import HeadRanges
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
+from quantwm.cache.workspace import Workspace
 
 
 def first_visible(policy: CachePolicy, stop_frame: int) -> int:
@@ -23,13 +28,75 @@ def visible_tokens(segments: Sequence[Segment], first: int) -> int:
 
 
 def decode_visible(
-    segments: Sequence[Segment], slot: int, keys: Tensor, values: Tensor, first: int
+    segments: Sequence[Segment],
+    slot: int,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    first_head: int | None = None,
 ) -> None:
-    """One slot's visible tokens into the front of keys and values, both [H, tokens, D]."""
+    """One slot's visible tokens into the front of keys and values, both [H, tokens, D].
+
+    first_head: of the heads that keys and values hold; None where they hold all of them.
+    """
     offset = 0
     for segment in segments:
         start, stop = segment.hidden_tokens(first), segment.tokens
         if start < stop:
-            segment.fmt.decode_into(segment.keys[slot], keys, offset, start, stop)
-            segment.fmt.decode_into(segment.values[slot], values, offset, start, stop)
+            for span, out in ((segment.keys[slot], keys), (segment.values[slot], values)):
+                if first_head is None:
+                    segment.fmt.decode_into(span, out, offset, start, stop)
+                else:
+                    segment.fmt.decode_heads_into(span, out, offset, start, stop, first_head)
             offset += stop - start
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one layer's attention sees: the visible history of a slot, then the chunk's own.
+
+    Attributes:
+        segments, slot, first: of the history; first: its first visible frame, the sink aside.
+        k, v: the chunk's own, [H, N, D].
+        past: tokens of history.
+        reserve: the most tokens that a window will ever need.
+    """
+
+    segments: Sequence[Segment]
+    slot: int
+    first: int
+    k: Tensor
+    v: Tensor
+    past: int
+    reserve: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Heads, tokens and channels of all that is seen."""
+        heads, tokens, head_dim = self.k.shape
+        return heads, self.past + tokens, head_dim
+
+    def heads_at_once(self, workspace: Workspace, dtype: torch.dtype) -> int:
+        """Heads of one pass: all of them, or as many as the scratch's limit leaves."""
+        heads = workspace.heads_at_once(self.shape, dtype)
+        if heads < self.shape[0]:
+            whole = sorted({s.fmt.name for s in self.segments if not isinstance(s.fmt, HeadRanges)})
+            if whole:
+                note_fallback(
+                    f"the scratch holds all heads at once, beyond its limit of "
+                    f"{workspace.scratch_limit:,} bytes: {', '.join(whole)} decodes no single ones"
+                )
+                return self.shape[0]
+        return heads
+
+    def staged(
+        self, workspace: Workspace, dtype: torch.dtype, heads: slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, tokens, D] in the scratch; heads: a run of them, or all."""
+        k, v = (self.k, self.v) if heads is None else (self.k[heads], self.v[heads])
+        shape = (k.shape[0], *self.shape[1:])
+        keys, values = workspace.take(shape, dtype, k.device, self.reserve)
+        first_head = None if heads is None else heads.start
+        decode_visible(self.segments, self.slot, keys, values, self.first, first_head)
+        ops_for(k.device).copy_pair(keys, values, self.past, k, v)
+        return keys, values

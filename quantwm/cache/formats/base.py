@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Generator, Tensor
 
+from kernels.format import Side
 from quantwm.cache.kmeans import MAX_CENTROIDS
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
@@ -130,6 +131,15 @@ class HeadRanges(Protocol):
         self, span: Any, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         """`decode_into` of the heads from first_head on; out: [heads wanted, capacity, D]."""
+        ...
+
+
+@runtime_checkable
+class Fusible(Protocol):
+    """A format whose spans the fused attention decodes inside its kernel."""
+
+    def side(self, span: Any) -> Side:
+        """The span's tensors as the kernel reads them."""
         ...
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from kernels.format import Side
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role
 
@@ -80,6 +81,9 @@ class Bf16Format:
         self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode(out, offset, start, stop, first_head)
+
+    def side(self, span: Bf16Span) -> Side:
+        return Side("plain", values=span.values)
 
     def tokens(self, span: Bf16Span) -> int:
         return span.values.shape[1]

@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Generator, Tensor
 
+from kernels.format import Side
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
@@ -296,6 +297,17 @@ class QuantWMFormat:
         # Sparse rows are made dense for one reading only: kept, they would be bytes not counted.
         decode = span.decoder(span.correction.dense()) if sparse else span.decode
         decode(out, offset, start, stop, first_head)
+
+    def side(self, span: QuantWMSpan) -> Side:
+        rows = span.correction
+        if rows is not None and rows.mask is not None:
+            rows = rows.dense()
+        packed = (span.codes, span.ids, span.codebook.centroids, span.scales)
+        affine = (span.secondary, span.chunk_stops, span.zeros)
+        if rows is None:
+            return Side("affine", None, *packed, *affine)
+        correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
+        return Side("affine", None, *packed, *affine, *correction)
 
     def tokens(self, span: QuantWMSpan) -> int:
         return span.ids.shape[1]

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from kernels.format import Side
 from quantwm.cache import kmeans
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
@@ -130,6 +131,10 @@ class QvgFormat:
         self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode(out, offset, start, stop, first_head)
+
+    def side(self, span: QvgSpan) -> Side:
+        packed = (span.codes, span.ids, span.codebook.centroids, span.scales)
+        return Side("ternary", None, *packed)
 
     def tokens(self, span: QvgSpan) -> int:
         return span.ids.shape[1]

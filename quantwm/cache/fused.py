@@ -1,0 +1,46 @@
+"""Fused attention: packed spans are decoded inside the kernel, and no scratch is needed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.format import Side
+from quantwm.cache.dispatch import fused_kernel, note_fallback
+from quantwm.cache.formats.base import Fusible
+from quantwm.cache.reading import Reading
+
+Shown = tuple[Side, Side, int, int]
+"""Keys and values of a segment, and the tokens of it that are seen."""
+
+
+def fused_attention(reading: Reading, q: Tensor, bias: Tensor | None) -> Tensor | None:
+    """q [H, Nq, D] over all that the reading shows -> [H, Nq, D].
+
+    None where this cannot be had; why is then named by `explain`, and attention is staged.
+    """
+    kernel = fused_kernel(q.device)
+    reason = kernel if isinstance(kernel, str) else kernel.unsupported_queries(q)
+    if bias is not None:
+        reason = "a score bias is added to the scores of staged keys"
+    segments = [] if reason else _segments(reading)
+    if isinstance(segments, str):
+        reason = segments
+    if reason:
+        note_fallback(f"attention is staged where it was to be fused: {reason}")
+        return None
+    return kernel.fused(q, segments, q.shape[2] ** -0.5)
+
+
+def _segments(reading: Reading) -> list[Shown] | str:
+    """What the kernel reads, or the reason why it cannot."""
+    shown: list[Shown] = []
+    for segment in reading.segments:
+        fmt, start, stop = segment.fmt, segment.hidden_tokens(reading.first), segment.tokens
+        if start == stop:
+            continue
+        if not isinstance(fmt, Fusible):
+            return f"the format {fmt.name} has no fused form"
+        spans = segment.keys[reading.slot], segment.values[reading.slot]
+        shown.append((fmt.side(spans[0]), fmt.side(spans[1]), start, stop))
+    own = (Side("plain", t) for t in (reading.k, reading.v))
+    return [*shown, (*own, 0, reading.k.shape[1])]
