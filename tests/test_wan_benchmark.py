@@ -1,0 +1,43 @@
+"""`python -m benchmarks wan` on a tiny world: the window is filled, every part is reported."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+from test_wan_worlds import VAE_21, VAE_22, WORLDS
+
+from benchmarks import wan
+from quantwm.worlds.wan import catalog, memory_world
+from quantwm.worlds.wan import world as world_module
+
+
+def options(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    wan.arguments(parser)
+    return parser.parse_args(["--device", "cpu", "--frames", "29", "--chunks", "1", *given])
+
+
+@pytest.mark.parametrize("name", ["causal_forcing", "hy_worldplay_wan5b"])
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) -> None:
+    original = catalog.ENTRIES[name]
+    vae = VAE_22 if original.kind == "memory" else VAE_21
+    tiny = replace(original, config=WORLDS[name], vae=vae, latent=(4, 6))
+    if tiny.config.context == "text":
+        tiny = replace(tiny, config=replace(tiny.config, context_len=512))
+    monkeypatch.setitem(catalog.ENTRIES, name, tiny)
+    monkeypatch.setattr(memory_world, "POINTS", 200)
+    monkeypatch.setattr(world_module, "CONDITION_LATENTS", 3)
+    given = ["--world", name, "--lanes", "bf16,qvg", *(["--together"] if together else [])]
+    result = wan.run(options(*given))
+    assert [row["lanes"] for row in result["rows"]] == (
+        [["bf16", "qvg"]] if together else [["bf16"], ["qvg"]]
+    )
+    for row in result["rows"]:
+        assert all(ms > 0 for ms in row["ms_per_chunk"].values())
+        assert row["history_tokens"] > 0 and row["split_ms"]["attention"] > 0
+        assert row["split_ms"]["autoencoder"] > 0
+    assert name in wan.table(result)
+    assert "ms a chunk" in capsys.readouterr().err, "a row is said as soon as it is measured"
