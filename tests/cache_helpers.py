@@ -12,7 +12,10 @@ from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
 SPEC = CacheSpec(layers=2, heads=2, head_dim=16, tokens_per_frame=3, frames_per_chunk=2)
 SETTINGS: dict[str, dict[str, object]] = {
     "bf16": {},
+    "rtn": {"group_size": 8},
+    "kivi": {"group_size": 8},
     "qvg": {"centroids": 4, "group_size": 8},
+    "qvg-pro": {"stages": 2, "centroids": 4, "group_size": 8},
     "quantwm": {"centroids": 4, "group_size": 8, "rank": 2},
     "qtc": {"basis_after": 1.0},
 }

@@ -19,11 +19,17 @@ from quantwm.errors import UserError
 HEADS, CHANNELS = 2, 32
 SETTINGS: dict[str, dict[str, object]] = {
     "bf16": {},
+    "rtn": {"group_size": 16},
+    "kivi": {"group_size": 16},
     "qvg": {"centroids": 8, "group_size": 16},
+    "qvg-pro": {"stages": 3, "centroids": 8, "group_size": 16},
     "quantwm": {"centroids": 8, "group_size": 16, "rank": 4},
     "qtc": {},
 }
-BUDGET = {"bf16": 0.0, "qvg": 0.55, "quantwm": 0.22, "qtc": 0.14}
+BUDGET = {
+    "bf16": 0.0, "rtn": 0.16, "kivi": 0.16, "qvg": 0.55, "qvg-pro": 0.4, "quantwm": 0.22,
+    "qtc": 0.14,
+}  # fmt: skip
 """Relative squared error of Gaussian data with 8 centroids; a bound per format, not a result."""
 
 

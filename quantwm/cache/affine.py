@@ -1,9 +1,10 @@
-"""Group quantizers of the residual: 4-level affine (QuantWM) and ternary (QVG), reference.
+"""Group quantizers, reference: 4-level affine (QuantWM), ternary (QVG), affine with a real zero.
 
-Both work on float32 residuals [H, N, D] in groups of `group_size` channels of one token, and both
-quantize against the scale as it is stored, so that rounding the scale does not add to the error.
-Rounding is floor(x + 0.5), because Triton's interpreter has no rint and both must agree; QVG's
-ternary code rounds halves away from zero, as its public code does.
+The first two work on float32 residuals [H, N, D] in groups of `group_size` channels of one token,
+the third (RTN, KIVI) along any dimension. All quantize against the scale as it is stored, so that
+rounding the scale does not add to the error. Rounding is floor(x + 0.5), because Triton's
+interpreter has no rint and both must agree; QVG's ternary code rounds halves away from zero, as its
+public code does.
 """
 
 from __future__ import annotations
@@ -71,3 +72,18 @@ def quantize_ternary(residual: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     ratio = _safe_divide(groups, scales.float().unsqueeze(-1))
     codes = 1 + (ratio >= 0.5).to(torch.uint8) - (ratio <= -0.5).to(torch.uint8)
     return codes.flatten(-2), scales
+
+
+def quantize_real_zero(x: Tensor, dim: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Affine quantizer whose zero is the group's least value (KIVI, arXiv 2402.02750, Eq. 1).
+
+    x: float32, one group along `dim`; x = zero + code * scale. The zero is a real number in FP16,
+    never clamped to the codes, so that groups of one sign lose nothing; what is outside FP16
+    saturates. Returns codes uint8 like x, scales and zeros float16 without `dim`.
+    """
+    low, high = torch.aminmax(x.clamp(-FLOAT16_MAX, FLOAT16_MAX), dim=dim)
+    zeros = low.to(torch.float16)
+    scales = ((high - zeros.float()) / (levels - 1)).clamp(0, FLOAT16_MAX).to(torch.float16)
+    zero, scale = (t.float().unsqueeze(dim) for t in (zeros, scales))
+    codes = round_half_up(_safe_divide(x - zero, scale)).clamp(0, levels - 1)
+    return codes.to(torch.uint8), scales, zeros

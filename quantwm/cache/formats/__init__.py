@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from quantwm.cache.formats import bf16, qtc, quantwm, qvg
+from quantwm.cache.formats import bf16, kivi, qtc, quantwm, qvg, qvg_pro, rtn
 from quantwm.cache.formats.base import Codebook, Format, QueryGuide, Role
 from quantwm.errors import UserError
 
 FORMATS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "bf16": (bf16.Bf16Format, bf16.Bf16Config, bf16.PRESETS),
+    "rtn": (rtn.RtnFormat, rtn.RtnConfig, rtn.PRESETS),
+    "kivi": (kivi.KiviFormat, kivi.KiviConfig, kivi.PRESETS),
     "qvg": (qvg.QvgFormat, qvg.QvgConfig, qvg.PRESETS),
+    "qvg-pro": (qvg_pro.QvgProFormat, qvg_pro.QvgProConfig, qvg_pro.PRESETS),
     "qtc": (qtc.QtcFormat, qtc.QtcConfig, qtc.PRESETS),
     "quantwm": (quantwm.QuantWMFormat, quantwm.QuantWMConfig, quantwm.PRESETS),
 }

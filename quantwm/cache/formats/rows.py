@@ -53,3 +53,19 @@ def _batched(tensors: Sequence[Tensor], length: int, anywhere: bool) -> bool:
     one = tensors[0]
     size = one.element_size() * math.prod((one.shape[0], *one.shape[2:])) * length
     return (anywhere or size % ALIGNED_BYTES == 0) and size * len(tensors) <= LARGE_BYTES
+
+
+def pick_rows(tensor: Tensor, kept: Tensor) -> Tensor:
+    """[H, N, ...] -> the rows at these positions (a CPU tensor), in storage of their own."""
+    return tensor.index_select(1, kept.to(tensor.device))
+
+
+def pick_runs(lengths: Sequence[int], kept: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Which of consecutive runs of tokens still hold any of the kept positions, and how many.
+
+    lengths: of the runs. kept: ascending int64 positions on the CPU.
+    """
+    stops = torch.tensor(lengths, dtype=torch.long).cumsum(0)
+    counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
+    runs = counts.nonzero().flatten()
+    return runs, tuple(counts[runs].tolist())

@@ -56,7 +56,11 @@ def world_spec(config: EmbeddedConfig, name: str = "embedded") -> WorldSpec:
             rope=RopeLayout(rope_split(model.head_dim), model.grid, model.rope_theta),
         ),
         policy=CachePolicy(span_tokens=SPAN_TOKENS, window_frames=config.train_frames),
-        format_settings={"qvg": {"centroids": 64}, "quantwm": {"centroids": 64}},
+        format_settings={
+            "qvg": {"centroids": 64},
+            "quantwm": {"centroids": 64},
+            "qvg-pro": {"centroids": 64},
+        },
         latent_shape=model.latent_shape,
         video_size=config.video_size,
         fps=config.fps,

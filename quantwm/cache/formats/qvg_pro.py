@@ -1,0 +1,205 @@
+"""The `qvg-pro` format: QVG with several stages of centroids, each of what the last one left.
+
+Quant VideoGen (arXiv 2602.02958) section 4.2, progressive residual quantization: 4 stages, groups
+of 16 channels. Per token and head at D = 128: 256 bits of codes, 64 of E4M3 scales and 8 a stage of
+centroid ids; per span and head a BF16 codebook a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from quantwm.cache import kmeans
+from quantwm.cache.dispatch import ops_for
+from quantwm.cache.formats.base import (
+    Codebook,
+    QueryGuide,
+    Role,
+    check_clustering,
+    check_group,
+    storage_bytes,
+)
+from quantwm.cache.formats.qvg import require_codebook
+from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
+from quantwm.cache.formats.torch_decode import blocks, codes_of, moved, rows_of, say_path
+from quantwm.cache.pack import packed_bytes as bytes_of_codes
+from quantwm.errors import UserError
+
+MAX_STAGES = 16
+
+
+@dataclass(frozen=True)
+class QvgProConfig:
+    """stages: codebooks, one after the other; the others as in QvgConfig, centroids a stage."""
+
+    stages: int = 4
+    centroids: int = 256
+    group_size: int = 16
+    iterations: int = 2
+
+    def __post_init__(self) -> None:
+        check_clustering(self.centroids, self.group_size, self.iterations)
+        if not 1 <= self.stages <= MAX_STAGES:
+            raise UserError(f"stages must be 1 to {MAX_STAGES}, got {self.stages}")
+
+
+PRESETS = {
+    "published": QvgProConfig(),
+    "embedded": QvgProConfig(centroids=64),
+}
+
+
+@dataclass(frozen=True)
+class QvgProSpan:
+    """N tokens of H heads.
+
+    Attributes:
+        codes: uint8 [H, N, D / 4], of the last stage's residual; as in the qvg format.
+        ids: uint8 [H, N, S], the centroid of each of S stages.
+        scales: float8_e4m3fn [H, N, D / G].
+        codebook: centroids [H, S * K, D], those of stage s from s * K on; shared by the span.
+    """
+
+    codes: Tensor
+    ids: Tensor
+    scales: Tensor
+    codebook: Codebook
+
+
+class QvgProFormat:
+    """x = the sum of one centroid a stage + (code - 1) * scale."""
+
+    name = "qvg-pro"
+    compresses = True
+    uses_queries = False
+    full_moment = False
+    rank = 0
+    exact = False
+
+    def __init__(self, config: QvgProConfig | None = None) -> None:
+        self.config = config or QvgProConfig()
+
+    def check(self, head_dim: int) -> None:
+        check_group(self.config.group_size, head_dim)
+
+    def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
+        """k-means a stage, of the residual that the stages before leave."""
+        ops, config, fitted = ops_for(x.device), self.config, []
+        warm_stages = [None] * config.stages if warm is None else self._stages(warm)
+        for init in warm_stages:
+            found = kmeans.fit(
+                x,
+                config.centroids,
+                config.iterations,
+                generator,
+                init,
+                assign=ops.assign,
+                update=ops.update,
+            )
+            fitted.append(found.to(torch.bfloat16))
+            if len(fitted) < config.stages:
+                x = _residual(x, ops.assign(x, fitted[-1]), fitted[-1])
+        return Codebook(torch.cat(fitted, dim=1))
+
+    def _stages(self, codebook: Codebook) -> list[Tensor]:
+        return [c.contiguous() for c in codebook.centroids.split(self.config.centroids, dim=1)]
+
+    def encode(
+        self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
+    ) -> QvgProSpan:
+        say_path(self.name, x)
+        codebook = require_codebook(codebook)
+        ops, ids = ops_for(x.device), []
+        *stages, last = self._stages(codebook)
+        for centroids in stages:
+            ids.append(ops.assign(x, centroids))
+            x = _residual(x, ids[-1], centroids)
+        ids.append(ops.assign(x, last))
+        codes, scales = ops.encode_qvg(x, ids[-1], last, self.config.group_size)
+        return QvgProSpan(codes, torch.stack(ids, dim=-1), scales, codebook)
+
+    def join(self, first: QvgProSpan, second: QvgProSpan) -> QvgProSpan:
+        return self.join_all([first], [second])[0]
+
+    def join_all(
+        self, firsts: Sequence[QvgProSpan], seconds: Sequence[QvgProSpan]
+    ) -> list[QvgProSpan]:
+        parts = (
+            join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
+            join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
+            join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
+        )
+        return [QvgProSpan(*p, f.codebook) for f, *p in zip(firsts, *parts, strict=True)]
+
+    def cut_all(self, spans: Sequence[QvgProSpan], start: int, stop: int) -> list[QvgProSpan]:
+        parts = (
+            cut_rows([s.codes for s in spans], start, stop),
+            cut_rows([s.ids for s in spans], start, stop),
+            cut_rows([s.scales for s in spans], start, stop),
+        )
+        return [QvgProSpan(*p, s.codebook) for s, *p in zip(spans, *parts, strict=True)]
+
+    def select(self, span: QvgProSpan, keep: slice | Tensor) -> QvgProSpan:
+        if isinstance(keep, slice):
+            start, stop, _ = keep.indices(self.tokens(span))
+            return self.cut_all([span], start, stop)[0]
+        kept = (pick_rows(t, keep) for t in (span.codes, span.ids, span.scales))
+        return QvgProSpan(*kept, span.codebook)
+
+    def settle(self, spans: Sequence[QvgProSpan]) -> list[QvgProSpan]:
+        return list(spans)
+
+    def decode_into(
+        self, span: QvgProSpan, out: Tensor, offset: int, start: int, stop: int
+    ) -> None:
+        self.decode_heads_into(span, out, offset, start, stop, 0)
+
+    def decode_heads_into(
+        self, span: QvgProSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        groups, stages = span.scales.shape[2], span.ids.shape[2]
+        means = span.codebook.centroids.float()
+        first = torch.arange(stages, device=means.device) * (means.shape[1] // stages)
+        for part, tokens in blocks(out, start, stop):
+            heads = moved(part, first_head)
+            levels = codes_of(span.codes[heads, tokens], 2).sub_(1.0).unflatten(-1, (groups, -1))
+            values = levels.mul_(span.scales[heads, tokens].float().unsqueeze(-1)).flatten(-2)
+            rows = span.ids[heads, tokens].long() + first
+            for stage in range(stages):
+                values += rows_of(means[heads], rows[..., stage])
+            place = slice(offset + tokens.start - start, offset + tokens.stop - start)
+            out[part, place] = values
+
+    def tokens(self, span: QvgProSpan) -> int:
+        return span.ids.shape[1]
+
+    def parts(self, span: QvgProSpan) -> Mapping[str, Sequence[Tensor]]:
+        return {
+            "codes": (span.codes,),
+            "scales": (span.scales,),
+            "ids": (span.ids,),
+            "codebooks": (span.codebook.centroids,),
+        }
+
+    def nominal_bytes(self, span: QvgProSpan) -> int:
+        return sum(storage_bytes(tensors) for tensors in self.parts(span).values())
+
+    def packed_bytes(
+        self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
+    ) -> dict[str, int]:
+        config = self.config
+        return {
+            "codes": tokens * heads * bytes_of_codes(head_dim),
+            "scales": tokens * heads * (head_dim // config.group_size),
+            "ids": tokens * heads * config.stages,
+            "codebooks": heads * config.stages * config.centroids * head_dim * 2,
+        }
+
+
+def _residual(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+    """What a stage leaves to the next one, in BF16 as QVG's public code keeps it."""
+    return (x.float() - rows_of(centroids.float(), ids)).to(torch.bfloat16)
