@@ -16,6 +16,7 @@ from app import limits, wire
 from app.backend import MODES, Backend, Catalogue, Settings
 from app.controls import number, parse_snapshot, whole
 from app.files import read_upload
+from app.inspector.probe import Prober
 from app.runner import Runner
 from app.sessions import Session, SessionManager
 from quantwm.errors import UserError
@@ -196,6 +197,7 @@ class Handlers:
             wanted=self.sessions.wanted,
             check=lambda raw: parse_settings(raw, catalogue),
             ticket=ticket,
+            prober=Prober(self.sessions.probes, session.slot, session.folder.path),
         )
 
     def _session(self, payload: object) -> Session:

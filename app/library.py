@@ -23,6 +23,7 @@ from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
 from quantwm.session import SessionWriter
+from quantwm.token_selection import QueryWatch, watched_layers
 from quantwm.video import fit, has_pyav
 from quantwm.worlds.base import World
 from quantwm.worlds.registry import load_world, world_scenes, world_spec
@@ -78,10 +79,17 @@ class LibraryBackend:
     def open(
         self, settings: Settings, picture: np.ndarray | None, progress: Progress
     ) -> PinnedEngine:
-        inner = self._thread.run(lambda: self._open(settings, picture, progress))
-        return PinnedEngine(inner, self._thread)
+        watch = QueryWatch(watched_layers(self._catalogue.world.cache))
+        inner = self._thread.run(lambda: self._open(settings, picture, progress, watch))
+        return PinnedEngine(inner, self._thread, watch)
 
-    def _open(self, settings: Settings, picture: np.ndarray | None, progress: Progress) -> Engine:
+    def _open(
+        self,
+        settings: Settings,
+        picture: np.ndarray | None,
+        progress: Progress,
+        watch: QueryWatch,
+    ) -> Engine:
         spec = self._catalogue.world
         if self._world is None:
             self._world = load_world(
@@ -96,6 +104,7 @@ class LibraryBackend:
             image=None if picture is None else self._fitted(picture),
             mode=settings.mode,
             steps=settings.steps,
+            watch=watch,
         )
         progress("Dreaming the first pictures", 0.85)
         return engine

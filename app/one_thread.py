@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from quantwm.engine import Engine
 from quantwm.engine_types import BlockResult, LaneConfig
+from quantwm.token_selection import LayerPicks, QueryWatch, grid_of, picks
 from quantwm.worlds.base import ChunkAction
 
 T = TypeVar("T")
@@ -34,10 +35,11 @@ class OneThread:
 
 
 class PinnedEngine:
-    """EngineLike over `inner`, all of whose calls run on `thread`."""
+    """EngineLike over `inner`, all of whose calls run on `thread`. `watch` keeps its queries."""
 
-    def __init__(self, inner: Engine, thread: OneThread) -> None:
+    def __init__(self, inner: Engine, thread: OneThread, watch: QueryWatch) -> None:
         self.inner = inner
+        self.watch = watch
         self._thread = thread
 
     @property
@@ -52,6 +54,22 @@ class PinnedEngine:
 
     def explain(self) -> str:
         return self.inner.explain()
+
+    def pick_tokens(
+        self, frame: int, x: int, y: int
+    ) -> tuple[int, int, int, int, list[LayerPicks]]:
+        """What the query of the patch at pixel (x, y) of a latent frame picks: rows and columns of
+        a frame's tokens, its width and height in pixels, and the picks by layer.
+
+        Raises:
+            UserError: the world cannot tell, or the patch is not of the newest chunk.
+        """
+        world = self.inner.world.spec
+        rows, columns = grid_of(world.cache)
+        width, height = world.video_size
+        row, column = min(y * rows // height, rows - 1), min(x * columns // width, columns - 1)
+        found = self._thread.run(lambda: picks(self.watch, self.inner.caches, frame, row, column))
+        return rows, columns, width, height, found
 
     def close(self) -> None:
         self._thread.run(self.inner.close)

@@ -15,7 +15,10 @@ from app import limits, wire
 from app.backend import Backend, Recording, Settings
 from app.controls import Board, ControlDesk, ControlSnapshot
 from app.files import SessionFolder
+from app.inspector.probe import Prober
+from app.inspector.ring import RingWriter, ring_shape
 from quantwm.engine_types import BlockResult, EngineLike
+from quantwm.errors import UserError
 from quantwm.metrics import psnr_pooled
 from quantwm.worlds.base import ChunkAction
 
@@ -37,6 +40,7 @@ class Runner:
         wanted: Callable[[], bool],
         check: Callable[[object], Settings],
         ticket: int,
+        prober: Prober,
     ) -> None:
         self._backend = backend
         self._desk = desk
@@ -52,6 +56,8 @@ class Runner:
         self._stepped = 0
         self._consumed = -1
         self._engine: EngineLike | None = None
+        self._prober = prober
+        self._ring: RingWriter | None = None
         self._recording: Recording | None = None
         self._recorded = 0
         self._state: dict[str, object] = {}
@@ -84,6 +90,7 @@ class Runner:
         self._report(stage="Walking into the scene", progress=0.9)
         block = self._engine.start()
         self._record_new(settings, picture)
+        self._ring_new(settings, block)
         newest = self._desk.newest(self._slot)
         self._stepped = newest.steps
         self._consumed = newest.seq
@@ -102,6 +109,7 @@ class Runner:
                 now = time.monotonic()
                 control = self._desk.newest(self._slot)
                 self._flush(control)
+                self._prober.serve(self._engine)
                 if control.resets > resets:
                     return None
                 stepping = control.steps > self._stepped
@@ -149,6 +157,7 @@ class Runner:
 
     def _block(self, block: BlockResult, control: ControlSnapshot, **more: object) -> str:
         self._record(block)
+        self._remember(block)
         fields = wire.block_fields(block, control, _psnr_to_bf16(block))
         text = self._say("block", **fields, **more)
         self._sent = time.monotonic()
@@ -175,6 +184,26 @@ class Runner:
         self._recorded = 0
         self._recording = self._backend.record(target, settings, picture, self._engine)
         self._report(recording=True, unrecorded="")
+
+    def _ring_new(self, settings: Settings, block: BlockResult) -> None:
+        world = self._backend.catalogue().world
+        height, width = block.lanes[0].frames.shape[1:3]
+        lanes = tuple(lane.name for lane in block.lanes)
+        piece = world.cache.frames_per_chunk * world.frames_per_latent
+        shape = ring_shape(lanes, (width, height), world.fps, piece, settings.mode)
+        self._prober.restart()
+        try:
+            self._ring = RingWriter(self._folder.path, shape)
+        except UserError as error:
+            self._ring = None
+            self._report(uninspected=str(error))
+
+    def _remember(self, block: BlockResult) -> None:
+        """For the inspector: raw frames of the last minute, and what they show."""
+        world = self._backend.catalogue().world
+        self._prober.note(block, world.cache.frames_per_chunk, world.frames_per_latent)
+        if self._ring is not None:
+            self._ring.push(block)
 
     def _record(self, block: BlockResult) -> None:
         if self._recording is None:

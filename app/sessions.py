@@ -43,6 +43,7 @@ class SessionManager:
         self.files = files
         self.desk = ControlDesk(capacity)
         self.status = Board(capacity + 1)
+        self.probes = Board(capacity)
         self._house = capacity
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
@@ -64,6 +65,7 @@ class SessionManager:
             self._by_hash[session_hash] = session.token
             self.desk.forget(session.slot)
             self.status.clear(session.slot)
+            self.probes.clear(session.slot)
             return session
 
     def get(self, token: object) -> Session:

@@ -18,6 +18,7 @@ from app import limits, wire
 from app.backend import Backend
 from app.files import SessionFiles
 from app.handlers import Handlers
+from app.inspector.routes import Inspector
 from app.sessions import SessionManager
 from app.stage import make_stage
 from app.theme import make_head, make_theme
@@ -36,6 +37,7 @@ def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
     sessions = SessionManager(SessionFiles())
     atexit.register(sessions.files.delete)
     handlers = Handlers(backend, sessions, uploads_folder())
+    inspector = Inspector(sessions)
 
     def hello(request: gr.Request) -> str:
         return handlers.hello(request.session_hash)
@@ -90,7 +92,9 @@ def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
         "max_threads": 16,
         "state_session_capacity": limits.MAX_SESSIONS,
         "blocked_paths": [str(Path(__file__).resolve().parent.parent)],
-        "app_kwargs": {"routes": [Route("/session/{token:str}.zip", archive)]},
+        "app_kwargs": {
+            "routes": [Route("/session/{token:str}.zip", archive), *inspector.routes()],
+        },
     }
     demo.quantwm = handlers
     return demo, options

@@ -115,6 +115,29 @@ async function download() {
   }
 }
 
+// The inspector is a page of its own inside this one: its keys and its pictures stay apart.
+function inspect() {
+  const panel = $(".qwm-inspector"), button = $('[data-do="inspect"]');
+  const opens = panel.hidden;
+  panel.hidden = !opens;
+  button.setAttribute("aria-expanded", opens);
+  say("inspect", opens ? "Close inspector" : "Inspect");
+  if (!opens) return panel.replaceChildren();
+  pause();
+  const address = "inspect#" + new URLSearchParams({ session: state.session || "",
+    open: state.frames > 0 ? "live" : "" });
+  const frame = make("iframe", { src: address, title: "Inspector" });
+  frame.addEventListener("load", () => {
+    const inner = frame.contentDocument.documentElement;
+    new ResizeObserver(() => (frame.style.height = inner.querySelector("body").offsetHeight + 4 + "px"))
+      .observe(inner.querySelector("body"));
+    frame.focus();
+  });
+  panel.replaceChildren(frame, make("a", { href: address, target: "_blank", rel: "noopener",
+    textContent: "Open it in a tab of its own" }));
+  panel.scrollIntoView({ block: "start", behavior: calm.matches ? "auto" : "smooth" });
+}
+
 async function pictureChosen(file) {
   if (file.size > state.hello.limits.upload)
     return complain("The file is larger than " + bytes(state.hello.limits.upload) + "; choose a smaller one.");
@@ -159,6 +182,7 @@ const actions = {
   reset: reset,
   apply: reset,
   download: download,
+  inspect: inspect,
   dismiss: quiet,
   dice: () => {
     input("seed").value = Math.floor(Math.random() * 10000);

@@ -1,0 +1,1 @@
+"""The inspector: watch, step, wipe, slice and measure lanes from raw frames."""

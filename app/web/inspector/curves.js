@@ -1,0 +1,219 @@
+// Per-frame curves under one playhead: chunk borders, keys, divergence; click or arrow to seek.
+import { $, colour, input, make, options, out, title } from "./dom.js";
+
+// name -> [label, unit, what it says, name of the reference's own curve]
+export const CURVES = {
+  psnr: ["PSNR to the reference", "dB", "Fidelity of every frame; 99 stands for identical. Once free-running lanes have parted, it says that they show different things, not how good they are."],
+  ssim: ["SSIM to the reference", "", "11 x 11 Gaussian window, 1 is identical."],
+  excess: ["Excess flicker", "levels", "Mean |change of the lane - change of the reference| from one frame to the next: change that the reference does not have."],
+  temporal: ["Change from frame to frame", "levels", "Mean |x(t) - x(t-1)|: motion and flicker together.", "temporal_reference"],
+  warping: ["Flow-warping error", "levels", "What stays after the motion is taken out by optical flow, where the flow is sure.", "warping_reference"],
+  sharpness: ["Sharpness", "gradient energy", "Mean squared gradient: a lane that blurs sinks.", "sharpness_reference"],
+  drift: ["Colour drift", "levels", "Distance of the mean colour from the first frame's.", "drift_reference"],
+  colour: ["Colour difference", "levels", "Distance of mean colours, lane to reference."],
+};
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+const PAD = { left: 46, right: 10, top: 8, bottom: 34 };
+
+export class Curves {
+  constructor(seek) {
+    this.canvas = $('[data-plot="curve"]');
+    this.seek = seek;
+    this.frame = 0;
+    this.data = null;
+    this.clip = null;
+    this.loop = null;
+    input("curve").addEventListener("change", () => this.draw());
+    this.canvas.addEventListener("pointerdown", (event) => this.clicked(event));
+    this.canvas.addEventListener("pointermove", (event) => event.buttons && this.clicked(event));
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+  }
+
+  open(clip) {
+    this.clip = clip;
+    this.data = null;
+    out("csv").href = clip.csv;
+    this.poll(clip);
+  }
+
+  async poll(clip) {
+    try {
+      while (this.clip === clip) {
+        this.data = await clip.curves();
+        this.offer();
+        this.draw();
+        if (this.data.done) return;
+        await new Promise((done) => setTimeout(done, 400));
+      }
+    } catch (error) {
+      out("curve-state").textContent = error.message;
+    }
+  }
+
+  offer() {
+    const there = new Set(Object.values(this.data.lanes).flatMap((lane) => Object.keys(lane)));
+    options(input("curve"), Object.entries(CURVES).filter(([name]) => there.has(name)).map(([name, [label]]) => [name, label]));
+    const share = Math.floor((100 * this.data.frames) / this.clip.frames);
+    out("curve-state").textContent = this.data.done ? this.data.note : "measuring " + share + " %";
+  }
+
+  // Lane -> values by frame; a curve of steps begins one frame later.
+  series(name) {
+    const spec = CURVES[name];
+    const found = [];
+    for (const [lane, columns] of Object.entries(this.data.lanes)) {
+      if (spec[3] && columns[spec[3]] && !found.some(([n]) => n === 0))
+        found.push([0, this.data.reference, this.aligned(columns[spec[3]])]);
+      if (columns[name]) found.push([this.clip.lanes.indexOf(lane), lane, this.aligned(columns[name])]);
+    }
+    return found;
+  }
+
+  aligned(values) {
+    const late = Math.max(0, this.data.frames - values.length);
+    return late === 1 ? [null, ...values] : values;
+  }
+
+  at(frame, loop) {
+    this.frame = frame;
+    this.loop = loop;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.data || !this.clip) return;
+    const name = input("curve").value;
+    const canvas = this.canvas;
+    const wide = canvas.clientWidth, high = 220;
+    canvas.width = wide * devicePixelRatio;
+    canvas.height = high * devicePixelRatio;
+    const context = canvas.getContext("2d");
+    context.scale(devicePixelRatio, devicePixelRatio);
+    context.font = "12px ui-sans-serif, system-ui, sans-serif";
+    const series = name ? this.series(name) : [];
+    const values = series.flatMap(([, , line]) => line.filter((v) => v !== null));
+    const range = this.range(name, values);
+    this.x = (t) => PAD.left + ((wide - PAD.left - PAD.right) * (t + 0.5)) / this.clip.frames;
+    this.y = (v) => high - PAD.bottom - ((high - PAD.top - PAD.bottom) * (v - range[0])) / (range[1] - range[0]);
+    this.axes(context, wide, high, range);
+    this.keys(context, high);
+    for (const [number, , line] of series) this.stroke(context, line, number);
+    this.marks(context, high);
+    this.words(name, series);
+  }
+
+  range(name, values) {
+    if (!values.length) return [0, 1];
+    let low = Math.min(...values), most = Math.max(...values);
+    if (name === "psnr") most = Math.min(most, 60);
+    else low = name === "ssim" ? low : 0;
+    return most > low ? [low, most + (most - low) * 0.04] : [low - 0.5, low + 0.5];
+  }
+
+  axes(context, wide, high, range) {
+    context.strokeStyle = colour("--line");
+    context.fillStyle = colour("--soft");
+    context.textAlign = "right";
+    for (let i = 0; i <= 4; i += 1) {
+      const value = range[0] + ((range[1] - range[0]) * i) / 4, y = this.y(value);
+      line(context, PAD.left, y, wide - PAD.right, y);
+      context.fillText(Math.abs(value) >= 100 ? value.toFixed(0) : value.toPrecision(3), PAD.left - 6, y + 4);
+    }
+    context.strokeStyle = colour("--soft"); // a tick where a chunk begins
+    for (const border of this.clip.info.borders) {
+      const x = this.x(border - 0.5);
+      line(context, x, high - PAD.bottom, x, high - PAD.bottom + 7);
+    }
+  }
+
+  keys(context, high) {
+    const keys = this.clip.info.keys;
+    context.textAlign = "left";
+    let start = 0;
+    for (let t = 1; t <= keys.length; t += 1) {
+      if (t < keys.length && keys[t].join() === keys[start].join()) continue;
+      const text = keys[start].join(" "), from = this.x(start - 0.5), to = this.x(t - 1.5 + 1);
+      if (text) {
+        context.fillStyle = colour("--sunk");
+        context.fillRect(from, high - 22, Math.max(to - from - 1, 1), 16);
+        context.fillStyle = colour("--soft");
+        if (context.measureText(text).width < to - from - 4) context.fillText(text, from + 3, high - 10);
+      }
+      start = t;
+    }
+  }
+
+  stroke(context, values, number) {
+    context.beginPath();
+    context.setLineDash(DASHES[number % DASHES.length]);
+    context.strokeStyle = colour("--lane-" + (number % 4));
+    context.lineWidth = 1.8;
+    let down = false;
+    values.forEach((value, t) => {
+      if (value === null) { down = false; return; }
+      const y = Math.max(this.y(value), PAD.top);
+      if (down) context.lineTo(this.x(t), y);
+      else context.moveTo(this.x(t), y);
+      down = true;
+    });
+    context.stroke();
+    context.setLineDash([]);
+    context.lineWidth = 1;
+  }
+
+  marks(context, high) {
+    const bottom = high - PAD.bottom;
+    if (this.loop) {
+      context.fillStyle = colour("--accent") + "22";
+      context.fillRect(this.x(this.loop[0] - 0.5), PAD.top, this.x(this.loop[1] + 0.5) - this.x(this.loop[0] - 0.5), bottom - PAD.top);
+    }
+    for (const [lane, frame] of Object.entries(this.data.diverged || {})) {
+      context.strokeStyle = context.fillStyle = colour("--warn");
+      context.setLineDash([3, 3]);
+      line(context, this.x(frame), PAD.top, this.x(frame), bottom);
+      context.setLineDash([]);
+      context.textAlign = "left";
+      context.fillText(title(lane) + " has parted", this.x(frame) + 4, PAD.top + 10 + 13 * this.clip.lanes.indexOf(lane));
+    }
+    context.strokeStyle = colour("--ink");
+    line(context, this.x(this.frame), PAD.top, this.x(this.frame), bottom);
+  }
+
+  words(name, series) {
+    if (!name) return;
+    const [label, unit, help] = CURVES[name];
+    out("curve-help").textContent = help;
+    out("legend").replaceChildren(...series.map(([number, lane]) => make("span", {}, [
+      make("span", { class: "swatch", "data-n": number }), title(lane)])));
+    const head = make("tr", {}, [make("th", { scope: "col", textContent: "frame " + (this.clip.info.first + this.frame) }),
+      ...Object.keys(this.data.lanes).map((lane) => make("th", { scope: "col", textContent: title(lane) }))]);
+    const rows = Object.entries(CURVES).map(([curve, [text, measure]]) => make("tr", {}, [
+      make("th", { scope: "row", textContent: text + (measure ? ", " + measure : "") }),
+      ...Object.values(this.data.lanes).map((columns) => {
+        const value = columns[curve] ? this.aligned(columns[curve])[this.frame] : null;
+        return make("td", { textContent: value === null || value === undefined ? "\u2013"
+          : curve === "psnr" && value >= 99 ? "identical" : value.toPrecision(4) });
+      })]));
+    const table = out("values");
+    table.replaceChildren(table.querySelector("caption"), make("thead", {}, [head]), make("tbody", {}, rows));
+    this.canvas.setAttribute("aria-valuemin", 0);
+    this.canvas.setAttribute("aria-valuemax", this.clip.frames - 1);
+    this.canvas.setAttribute("aria-valuenow", this.frame);
+    this.canvas.setAttribute("aria-valuetext", "frame " + this.frame + ", " + label + ": "
+      + series.map(([, lane, line]) => title(lane) + " " + (line[this.frame] ?? "none")).join(", ") + " " + unit);
+  }
+
+  clicked(event) {
+    if (!this.x) return;
+    const box = this.canvas.getBoundingClientRect();
+    const share = (event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right);
+    this.seek(Math.floor(share * this.clip.frames));
+  }
+}
+
+function line(context, x0, y0, x1, y1) {
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
+}

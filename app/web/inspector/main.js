@@ -1,0 +1,304 @@
+// What a person does in the inspector: sources, views, playing, keys.
+import { $, input, make, options, out, segments, title } from "./dom.js";
+import { Clip, Server } from "./data.js";
+import { Panes } from "./panes.js";
+import { showLoupe } from "./loupe.js";
+import { Curves } from "./curves.js";
+import { Slices } from "./slices.js";
+import { Tokens } from "./tokens.js";
+import { change, channels, excess, signed, wiped } from "./pixels.js";
+
+const VIEWS = [["side", "Side by side"], ["wipe", "Wipe"], ["blink", "Blink"], ["difference", "Difference"], ["change", "Change in time"]];
+const TOOLS = [["pan", "Move"], ["slice", "Slice"], ["patch", "Patch"]];
+const WITH = { wipe: ["pair", "wipe"], blink: ["pair", "blink"], difference: ["gain", "colours"], change: ["gain", "change"], side: [] };
+const asked = new URLSearchParams(location.hash.slice(1));
+const server = new Server(asked.get("session") || "");
+const state = { clip: null, frame: 0, view: "side", playing: false, loop: null, blinked: 0, cross: null };
+
+const panes = new Panes($(".panes"), {
+  pointed: (x, y) => point(x, y),
+  lined: (...line) => slice(line),
+  picked: (x, y) => tokens.ask(x, y, state.frame),
+});
+const curves = new Curves((frame) => seek(frame));
+const slices = new Slices((frame) => seek(frame));
+const tokens = new Tokens(server, panes);
+const setView = segments("view", VIEWS, (view) => { state.view = view; arrange(); });
+const setTool = segments("tool", TOOLS, (tool) => { panes.tool = tool; });
+setView("side");
+setTool("pan");
+
+// Sources ------------------------------------------------------------------------------------
+async function open(work) {
+  complain("");
+  say("Opening\u2026");
+  try {
+    const reply = await work;
+    state.clip = new Clip(server, reply, () => draw());
+    Object.assign(state, { frame: 0, loop: null, playing: false, cross: null });
+    panes.forget();
+    panes.box = null;
+    $("main").hidden = false;
+    out("empty").hidden = true;
+    const info = reply.info;
+    out("title").textContent = info.title + ": " + info.frames + " frames, " + info.size.join(" \u00d7 ") + ", " + info.fps + " a second";
+    out("notes").textContent = [...modeNote(info), ...info.notes].join(" ");
+    input("frame").max = info.frames - 1;
+    options(input("a"), info.lanes.map((lane, n) => [String(n), title(lane)]));
+    options(input("b"), info.lanes.map((lane, n) => [String(n), title(lane)]));
+    input("a").value = "0";
+    input("b").value = String(Math.min(1, info.lanes.length - 1));
+    slices.clear();
+    slices.open(state.clip);
+    curves.open(state.clip);
+    tokens.open(state.clip);
+    arrange();
+    slice(slices.typed());
+    say(info.title + " is open.");
+  } catch (error) {
+    complain(error.message);
+    say("");
+  }
+}
+
+function modeNote(info) {
+  if (info.mode === "teacher")
+    return ["Teacher-forced: every cache was given the BF16 lane's past, so what differs is the quantization of the history alone."];
+  if (info.mode === "free")
+    return ["Free-running: every cache lives with its own past, so lanes part after a while; from there on they show different things."];
+  return [];
+}
+
+// Pictures -----------------------------------------------------------------------------------
+function arrange() {
+  const clip = state.clip;
+  if (!clip) return;
+  for (const part of ["pair", "wipe", "blink", "gain", "colours", "change"])
+    document.querySelectorAll(".bar ." + part).forEach((node) => { node.hidden = !WITH[state.view].includes(part); });
+  const all = clip.lanes.map((lane, n) => [title(lane), "", n]);
+  const heads = { side: all, change: all, wipe: [["", "", null]], blink: [["", "", null]],
+    difference: clip.lanes.length > 1 ? all.slice(1).map(([text, , n]) => [text, "minus " + title(clip.lanes[0]), n]) : all };
+  panes.build(heads[state.view], clip.info.size);
+  draw();
+}
+
+function draw() {
+  const clip = state.clip;
+  if (!clip) return;
+  const t = state.frame;
+  const at = (lane, when = t) => clip.frame(lane, Math.max(when, 0));
+  const gain = 2 ** Number(input("gain").value);
+  out("gain").textContent = gain + "\u00d7";
+  const a = Number(input("a").value), b = Number(input("b").value);
+  const every = clip.lanes.map((_, lane) => at(lane));
+  const views = {
+    side: () => [every, []],
+    wipe: () => {
+      const border = Math.round((Number(input("wipe").value) / 100) * clip.info.size[0]);
+      return [[every[a] && every[b] && wiped(every[a], every[b], border)], [title(clip.lanes[a]) + " | " + title(clip.lanes[b])]];
+    },
+    blink: () => {
+      const shown = state.blinked % 2 ? b : a;
+      return [[every[shown]], ["now " + title(clip.lanes[shown])]];
+    },
+    difference: () => {
+      const paint = input("colours").value === "signed" ? signed : channels;
+      const others = clip.lanes.length > 1 ? every.slice(1) : every;
+      return [others.map((picture) => picture && every[0] && paint(picture, every[0], gain)), []];
+    },
+    change: () => {
+      const before = clip.lanes.map((_, lane) => at(lane, t - 1));
+      const own = input("change").value === "own";
+      return [every.map((picture, n) => {
+        if (!picture || !before[n] || !every[0] || !before[0]) return null;
+        return own ? change(picture, before[n], gain) : excess(picture, before[n], every[0], before[0], gain);
+      }), []];
+    },
+  };
+  panes.show(...views[state.view]());
+  clip.ahead(t, state.playing ? 3 : 1);
+  input("frame").value = t;
+  out("frame").textContent = "frame " + (clip.info.first + t) + ", " + (t / clip.info.fps).toFixed(2) + " s" + (state.loop ? ", loop" : "");
+  if (state.cross) showLoupe(clip, every, ...state.cross, clip.info.first + t);
+}
+
+function point(x, y) {
+  state.cross = panes.cross = [x, y];
+  const clip = state.clip;
+  showLoupe(clip, clip.lanes.map((_, lane) => clip.frame(lane, state.frame)), x, y, clip.info.first + state.frame);
+  panes.draw();
+}
+
+function slice(line) {
+  panes.line = line;
+  panes.draw();
+  slices.show(line).catch((error) => complain(error.message));
+}
+
+// Playing ------------------------------------------------------------------------------------
+function ends() {
+  return state.loop || [0, state.clip.frames - 1];
+}
+
+function seek(frame) {
+  if (!state.clip) return;
+  state.frame = Math.min(Math.max(frame, 0), state.clip.frames - 1);
+  draw();
+  curves.at(state.frame, state.loop);
+  slices.at(state.frame);
+}
+
+function stepBy(count) {
+  pause();
+  seek(state.frame + count);
+  say("Frame " + (state.clip.info.first + state.frame));
+}
+
+let due = 0;
+function play() {
+  if (!state.clip || state.playing) return;
+  state.playing = true;
+  $('[data-do="play"]').textContent = "Pause";
+  due = performance.now();
+  requestAnimationFrame(tick);
+}
+
+function pause() {
+  state.playing = false;
+  $('[data-do="play"]').textContent = "Play";
+}
+
+function tick(now) {
+  if (!state.playing) return;
+  const period = 1000 / (state.clip.info.fps * Number(input("speed").value));
+  const [first, last] = ends();
+  const next = state.frame >= last || state.frame < first ? first : state.frame + 1;
+  if (now >= due && state.clip.has(next)) {
+    due = Math.max(due + period, now - period); // a sheet that came late is not caught up with
+    seek(next);
+  } else if (!state.clip.has(next)) state.clip.ahead(next, 1);
+  requestAnimationFrame(tick);
+}
+
+// At most 3 changes a second, the limit for flashing pictures (WCAG 2.3.1), and only when asked.
+let lastBlink = 0;
+setInterval(() => {
+  if (state.view !== "blink" || !input("blink").checked || document.hidden) return;
+  const now = performance.now();
+  if (now - lastBlink < 1000 / Number(input("rate").value)) return;
+  lastBlink = now;
+  state.blinked += 1;
+  draw();
+}, 20);
+
+function loop(end) {
+  const [first, last] = ends();
+  state.loop = end === "in" ? [state.frame, Math.max(last, state.frame)] : [Math.min(first, state.frame), state.frame];
+  seek(state.frame);
+}
+
+function savePicture() {
+  const shown = panes.panes.map((pane) => pane.canvas);
+  const width = shown.reduce((sum, canvas) => sum + canvas.width, 0);
+  const picture = make("canvas", { width, height: Math.max(...shown.map((canvas) => canvas.height)) });
+  let left = 0;
+  for (const canvas of shown) {
+    picture.getContext("2d").drawImage(canvas, left, 0);
+    left += canvas.width;
+  }
+  const link = make("a", { href: picture.toDataURL("image/png"), download: "quantwm-" + state.view + "-" + (state.clip.info.first + state.frame) + ".png" });
+  link.click();
+}
+
+function say(text) { out("status").textContent = text; }
+function complain(text) {
+  $(".message").textContent = text;
+  $(".message").hidden = !text;
+}
+
+// Events -------------------------------------------------------------------------------------
+const actions = {
+  live: () => open(server.post("open", { source: "live" })),
+  files: () => input("files").click(),
+  theme: () => document.body.classList.toggle("dark"),
+  back: () => stepBy(-1),
+  forward: () => stepBy(1),
+  play: () => (state.playing ? pause() : play()),
+  in: () => loop("in"),
+  out: () => loop("out"),
+  whole: () => { state.loop = null; seek(state.frame); },
+  larger: () => panes.zoomBy(1.5),
+  smaller: () => panes.zoomBy(1 / 1.5),
+  fit: () => panes.zoomBy(1 / 32),
+  save: savePicture,
+};
+for (const button of document.querySelectorAll("[data-do]"))
+  button.addEventListener("click", () => actions[button.dataset.do]());
+input("files").addEventListener("change", () => {
+  const files = [...input("files").files];
+  input("files").value = "";
+  if (files.length) open(server.upload(files));
+});
+input("demo").addEventListener("change", () => {
+  if (input("demo").value) open(server.post("open", { source: input("demo").value }));
+});
+input("frame").addEventListener("input", () => { pause(); seek(Number(input("frame").value)); });
+for (const name of ["a", "b", "wipe", "gain", "colours", "change", "blink"]) input(name).addEventListener("input", draw);
+for (const name of ["row", "column", "slice-row", "slice-column"])
+  input(name).addEventListener("change", () => {
+    if (name === "row") input("slice-row").checked = true;
+    if (name === "column") input("slice-column").checked = true;
+    slice(slices.typed());
+  });
+
+const KEYS = { ",": actions.back, ".": actions.forward, "[": actions.in, "]": actions.out, "\\": actions.whole,
+  "+": actions.larger, "=": actions.larger, "-": actions.smaller };
+document.addEventListener("keydown", (event) => {
+  if (!state.clip || event.ctrlKey || event.metaKey || event.altKey) return;
+  const typing = event.target.matches("input[type=number], select, textarea");
+  if (typing) return;
+  const view = VIEWS[Number(event.key) - 1];
+  const inPanes = event.target === $(".panes");
+  const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+  if (KEYS[event.key]) KEYS[event.key]();
+  else if (event.key === " " && !event.target.matches("button, input, a")) actions.play();
+  else if (view && !event.target.matches("input[type=range]")) { setView(view[0]); state.view = view[0]; arrange(); }
+  else if (arrows && inPanes) move(arrows);
+  else if (arrows && event.target.matches(".plot")) stepBy(arrows[0] || -arrows[1]);
+  else if (event.key === "Enter" && inPanes && panes.tool === "patch" && state.cross) tokens.ask(...state.cross, state.frame);
+  else return;
+  event.preventDefault();
+});
+
+function move([dx, dy]) {
+  const [width, height] = state.clip.info.size;
+  const [x, y] = state.cross || [width >> 1, height >> 1];
+  point(Math.min(Math.max(x + dx, 0), width - 1), Math.min(Math.max(y + dy, 0), height - 1));
+  say("Pixel " + state.cross.join(", "));
+}
+
+// Beginning ----------------------------------------------------------------------------------
+function follow() {
+  const outside = parent !== window ? parent.document.body : null;
+  const dark = () => document.body.classList.toggle("dark", outside ? outside.classList.contains("dark")
+    : matchMedia("(prefers-color-scheme: dark)").matches);
+  dark();
+  if (!outside) return;
+  new MutationObserver(dark).observe(outside, { attributes: true, attributeFilter: ["class"] });
+  $('[data-do="theme"]').hidden = true;
+}
+
+async function begin() {
+  follow();
+  try {
+    const offered = await (await server.get("offers")).json();
+    server.session = offered.session;
+    $('[data-do="live"]').hidden = !offered.live;
+    $(".demo").hidden = offered.demos.length === 0;
+    options(input("demo"), [["", "choose\u2026"], ...offered.demos]);
+  } catch (error) {
+    complain(error.message);
+  }
+  if (asked.get("open")) open(server.post("open", { source: asked.get("open") }));
+}
+begin();
