@@ -31,6 +31,7 @@ from quantwm.errors import UserError
 from quantwm.lanes import check_lanes, is_bf16, lane_format, limit_history, max_tokens_for
 from quantwm.memory import read_memory
 from quantwm.tensor_files import TensorRecorder
+from quantwm.token_selection import QueryWatch
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, StartState, World
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Engine:
         max_tokens: tokens of history kept, for all lanes alike; None keeps the policies' windows
             on a GPU and CPU_MAX_TOKENS on a CPU.
         recorder: keeps q, k, v of the first lane's clean passes.
+        watch: keeps the reference lane's newest clean queries, for token selection.
         format_of: the cache format of a lane, for formats that `make_format` does not know.
 
     Raises:
@@ -82,6 +84,7 @@ class Engine:
         steps: int | None = None,
         max_tokens: int | None = None,
         recorder: TensorRecorder | None = None,
+        watch: QueryWatch | None = None,
         format_of: Callable[[LaneConfig], Format[Any]] = lane_format,
     ) -> None:
         self.world, self.seed, self.mode = world, checked_seed(seed), mode
@@ -97,7 +100,7 @@ class Engine:
         )
         check_lanes(self.lanes, mode)
         check_memory(world, self.lanes)
-        self._recorder, self._format_of = recorder, format_of
+        self._recorder, self._watch, self._format_of = recorder, watch, format_of
         self._workspace: Workspace | None = None
         self._running: list[_Lane] = []
         self._index = 0
@@ -166,6 +169,11 @@ class Engine:
     def history_frames(self) -> int:
         """Latent frames generated so far, the start scene counted."""
         return self._running[0].state.next_frame if self._running else 0
+
+    @property
+    def caches(self) -> Mapping[str, KVCache]:
+        """Every lane's cache, for instruments that only read."""
+        return {lane.config.name: lane.state.cache for lane in self._running}
 
     def _start_lanes(self, frames_per_chunk: int) -> tuple[StartState, dict[str, float]]:
         state = self.world.start(self.scene, self.image, self.prompt, self.seed)
@@ -279,6 +287,9 @@ class Engine:
         )
         if self._recorder is not None and config is self.lanes[0]:
             cache = self._recorder.attach(cache, self.world.spec.cache)
+        reference = next((lane for lane in self.lanes if is_bf16(lane)), self.lanes[0])
+        if self._watch is not None and config is reference:
+            cache = self._watch.attach(cache)
         return _Lane(config, LaneState(config.name, cache))
 
     def _abort(self) -> None:

@@ -56,7 +56,8 @@ class WatchingCache:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any
     ) -> Tensor:
         """KVCache.attend; the queries of a clean pass on the first stream are kept."""
-        if options.get("clean") and layer in self._watch.layers and not options.get("stream"):
+        first = options.get("stream") in (None, self._cache.spec.streams[0])
+        if options.get("clean") and first and layer in self._watch.layers:
             # A copy: captured graphs write the next layer's queries to the same memory.
             self._watch.queries[layer] = q.detach().to(torch.bfloat16, copy=True)
         return self._cache.attend(layer, q, k, v, *arguments, **options)
