@@ -72,7 +72,7 @@ def open_engine(folder: Path, maps: Sequence[GameMap]) -> DoomGame:
     game.set_doom_game_path(str(Path(vizdoom.__file__).parent / "freedoom2.wad"))
     game.set_doom_scenario_path(str(wad))
     game.set_doom_config_path(str(folder / "_vizdoom.ini"))
-    game.set_screen_resolution(vizdoom.ScreenResolution.RES_256X192)
+    game.set_screen_resolution(vizdoom.ScreenResolution.RES_512X384)
     game.set_screen_format(vizdoom.ScreenFormat.RGB24)
     for what in (
         "hud", "weapon", "crosshair", "decals", "particles", "effects_sprites", "messages",
@@ -107,14 +107,24 @@ def step(game: DoomGame, keys: frozenset[str]) -> None:
     moves = [float(name in keys) for name in ("w", "s", "a", "d")]
     way = ("right" in keys) - ("left" in keys)
     unit = 360.0 / 65536
-    game.make_action([*moves, way * 341 * unit], TICS_PER_FRAME - 1)
+    game.set_action([*moves, way * 341 * unit])
+    game.advance_action(TICS_PER_FRAME - 1, False)  # nothing is drawn that nobody sees
     game.make_action([*moves, way * 342 * unit], 1)
 
 
 def shrink(screen: np.ndarray) -> np.ndarray:
-    """uint8 [192, 256, 3] -> [96, 128, 3]: mean of 2 x 2 pixels, rounded."""
-    quads = screen.reshape(HEIGHT, 2, WIDTH, 2, 3).astype(np.uint16).sum(axis=(1, 3))
-    return ((quads + 2) // 4).astype(np.uint8)
+    """uint8 [384, 512, 3] -> [96, 128, 3]: mean of 4 x 4 pixels, rounded.
+
+    From 2 x 2 pixels, far textures flicker: the same autoencoder reconstructs frames made from
+    4 x 4 by 1.0 to 2.3 dB better. Added up slice by slice, because sum() over two inner axes took
+    6.8 ms a frame, four times as long as the engine.
+    """
+    rows = screen[0::4].astype(np.uint16)
+    for i in (1, 2, 3):
+        rows += screen[i::4]
+    quads = rows.reshape(HEIGHT, WIDTH, 4, 3)
+    total = quads[:, :, 0] + quads[:, :, 1] + quads[:, :, 2] + quads[:, :, 3]
+    return ((total + 8) // 16).astype(np.uint8)
 
 
 def play_episode(game: DoomGame, number: int, walker: Walker, length: int) -> Episode:

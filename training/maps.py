@@ -12,31 +12,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Freedoom textures picked by eye from a contact sheet: mutually distinct after an 8x reduction.
+# Freedoom textures picked by eye from contact sheets: mutually distinct after the reduction, and
+# plain enough. In rooms of one texture each, the first autoencoder (31 dB in all) reached 33 to
+# 41 dB on these walls and 36 to 41 dB on these floors; ten others at 26 to 32 dB are gone.
 WALLS = (
-    "STWALL", "ZZWOLF9", "ZZWOLF11", "ZZWOLF1", "STARG1", "STARGR1", "BRICK12", "BRICK6",
-    "A-TILE", "MARBLE1", "WOOD6", "REDWALL", "BSTONE1", "TANROCK8", "STONE2", "BROWN1",
-    "SPACEW4", "A-CONCTE", "SILVER1", "CEMENT9",
+    "STWALL", "SHAWN2", "COMPBLUE", "A-CAMO1", "REDWALL", "STARG1", "WOOD6", "STONE2", "BRICK6",
+    "A-CONCTE", "STARGR1", "A-TILE", "ZIMMER2", "SPACEW4",
 )  # fmt: skip
 FLOORS = (
-    "FLOOR0_1", "FLOOR0_3", "FLAT5", "FLAT8", "FLOOR4_6", "FLOOR4_8", "FLOOR5_2", "GRASS1",
-    "FLAT14", "FLAT5_3", "FLAT5_7", "MFLR8_1", "FLAT1_1", "FLAT3", "SLIME16", "FLAT10",
+    "FLOOR0_1", "FLOOR0_3", "FLAT5", "FLAT8", "FLOOR4_8", "FLOOR5_2", "GRASS1", "FLAT14",
+    "FLAT5_3", "MFLR8_1", "FLAT3", "FLAT10",
 )  # fmt: skip
 CEILINGS = (
-    "CEIL3_1", "CEIL3_5", "CEIL5_1", "FLAT1", "FLAT19", "FLAT20", "FLAT5_5", "CEIL1_1",
-    "FLAT4", "RROCK09",
+    "CEIL3_1", "CEIL3_5", "CEIL5_1", "FLAT1", "FLAT19", "FLAT20", "FLAT5_5", "CEIL1_1", "RROCK09",
 )  # fmt: skip
-DOOR_FRAMES = ("METAL", "SHAWN2", "BRONZE1", "GRAY1", "WOODMET1")
-PILLARS = (
-    "SP_HOT1",
-    "COMPBLUE",
-    "PANBOOK",
-    "A-CAMO1",
-    "CRACKLE2",
-    "PIPEWAL1",
-    "SILVER2",
-    "MARBLE3",
-)
+DOOR_FRAMES = ("METAL", "BRONZE1", "GRAY1", "WOODMET1")
+PILLARS = ("SP_HOT1", "SILVER1", "TANROCK8", "COMPBLUE", "A-CAMO1")
 # Sprites with a single frame: columns, candelabrum, trees, stalagmite, techno column, floor lamp.
 DECORATIONS = (30, 31, 32, 33, 35, 43, 47, 48, 54, 2028)
 PLAYER_START = 1
@@ -87,12 +78,16 @@ class Door:
 
 @dataclass
 class GameMap:
-    """A finished map: UDMF text, and what a walker has to know."""
+    """A finished map: UDMF text, and what a walker has to know.
+
+    obstacles: centres of pillars and decorations, map units.
+    """
 
     text: str
     rooms: list[Room]
     doors: list[Door]
     start_room: int
+    obstacles: list[tuple[float, float]] = field(default_factory=list)
     neighbours: dict[int, list[Door]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,13 +159,14 @@ def build_map(seed: int, config: MapConfig = MapConfig()) -> GameMap:
     sectors = [udmf.sector(r.floor, r.ceiling, r.height, r.light) for r in rooms]
     openings: dict[tuple[int, str], tuple[int, int, int]] = {}
     doors = [_cut_door(rng, config, udmf, rooms, edge, openings) for edge in edges]
+    obstacles: list[tuple[float, float]] = []
     for index, room in enumerate(rooms):
         _draw_room(udmf, index, room, sectors[index], openings)
-        _furnish(rng, config, udmf, room, sectors[index])
+        obstacles += _furnish(rng, config, udmf, room, sectors[index])
     start = int(rng.integers(len(rooms)))
     x, y = rooms[start].centre
     udmf.thing(PLAYER_START, x, y, int(rng.integers(48)) * 7)
-    return GameMap(udmf.text(), rooms, doors, start)
+    return GameMap(udmf.text(), rooms, doors, start, obstacles)
 
 
 def _place_rooms(rng: np.random.Generator, config: MapConfig) -> list[Room]:
@@ -288,8 +284,12 @@ def _draw_room(
 
 def _furnish(
     rng: np.random.Generator, config: MapConfig, udmf: _Udmf, room: Room, sector: int
-) -> None:
-    """Pillars and decorations in the four quarters, clear of the lines from doors to the centre."""
+) -> list[tuple[float, float]]:
+    """Pillars and decorations in the four quarters, clear of the lines from doors to the centre.
+
+    Returns their centres.
+    """
+    placed = []
     cx, cy = (int(v) for v in room.centre)
     dx, dy = int((room.x1 - room.x0) * 0.27), int((room.y1 - room.y0) * 0.27)
     pillar = str(rng.choice(PILLARS))
@@ -302,8 +302,11 @@ def _furnish(
             corners = [(x - h, y - h), (x + h, y - h), (x + h, y + h), (x - h, y + h)]
             for i in range(4):  # counter-clockwise: the room lies outside
                 udmf.wall(corners[i], corners[(i + 1) % 4], sector, pillar)
+            placed.append((float(x), float(y)))
         elif draw < (config.pillar_chance + config.decoration_chance) / 2:
             udmf.thing(kind, x, y)
+            placed.append((float(x), float(y)))
+    return placed
 
 
 def pack_wad(maps: list[GameMap]) -> bytes:
