@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from app.inspector.clips import Clip, ClipInfo
 from quantwm.metrics import FidelityMeter, divergence_frame, has_flow
+from quantwm.metrics.flow import SMALLEST as SMALLEST_FLOW
+from quantwm.metrics.ssim import WINDOW as SMALLEST_SSIM
 
 log = logging.getLogger("quantwm.app")
 
@@ -45,10 +47,11 @@ class CurveJobs:
         """Measure a clip, in turn. The oldest of many is given up."""
         job = _Job(clip)
         reference, others = clip.info.lanes[0], clip.info.lanes[1:]
-        flow = has_flow()
+        side = min(clip.info.size)
+        flow = has_flow() and side >= SMALLEST_FLOW
         # A single lane is measured against itself: its own flicker and sharpness are still curves.
         for lane in others or (reference,):
-            job.meters[lane] = FidelityMeter(ssim=True, flow=flow, appearance=True)
+            job.meters[lane] = FidelityMeter(ssim=side >= SMALLEST_SSIM, flow=flow, appearance=True)
         with self._lock:
             self._jobs[clip.token] = job
             while len(self._jobs) > KEPT:

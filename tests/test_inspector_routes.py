@@ -1,0 +1,194 @@
+"""The inspector's addresses: exact frames, curves, slices, uploads, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from test_inspector_clips import LANES, fill, random_frames, write_video
+
+from app.files import SessionFiles
+from app.inspector import probe, routes, sources
+from app.inspector.ring import ring_shape
+from app.inspector.routes import Inspector
+from app.sessions import SessionManager
+from quantwm.metrics import psnr_per_frame
+
+
+class Visitor:
+    """One page's talk with the inspector."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sessions = SessionManager(SessionFiles(folder))
+        self.client = TestClient(Starlette(routes=Inspector(self.sessions).routes()))
+        self.token = self.client.get("/inspect/api/offers?session=").json()["session"]
+        self.folder = self.sessions.get(self.token).folder.path
+
+    def get(self, what: str, **more: object):
+        return self.client.get(f"/inspect/api/{what}", params={"session": self.token, **more})
+
+    def post(self, what: str, **more: object):
+        return self.client.post(f"/inspect/api/{what}", json={"session": self.token, **more})
+
+    def upload(self, *paths: Path):
+        files = [("file", (path.name, path.read_bytes())) for path in paths]
+        return self.client.post("/inspect/api/upload", params={"session": self.token}, files=files)
+
+
+@pytest.fixture
+def visitor(tmp_path: Path) -> Visitor:
+    return Visitor(tmp_path / "s")
+
+
+def picture(response) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    return np.asarray(Image.open(io.BytesIO(response.content)))
+
+
+def test_sheets_hold_the_very_frames_of_the_run(visitor: Visitor) -> None:
+    shown = fill(visitor.folder, ring_shape(LANES, (128, 96), 40.0, 4, "free"), 5)
+    reply = visitor.post("open", source="live").json()
+    assert reply["ok"] and reply["info"]["live"] and reply["info"]["frames"] == len(shown)
+    per = reply["info"]["sheet_frames"]
+    for number in range(-(-len(shown) // per)):
+        sheet = picture(visitor.get("sheet", clip=reply["clip"], number=number))
+        for row in range(sheet.shape[0] // 96):
+            for lane in range(3):
+                cut = sheet[row * 96 : row * 96 + 96, lane * 128 : lane * 128 + 128]
+                assert (cut == shown[number * per + row][lane]).all()
+
+
+def test_curves_agree_with_the_library_and_are_written_as_csv(
+    visitor: Visitor, tmp_path: Path
+) -> None:
+    a, b = random_frames(6), random_frames(6, seed=1)
+    reply = visitor.upload(
+        write_video(tmp_path / "a.mkv", a), write_video(tmp_path / "b.mkv", b)
+    ).json()
+    deadline = time.monotonic() + 20
+    while not (curves := visitor.get("curves", clip=reply["clip"]).json())["done"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert curves["reference"] == "a.mkv"
+    assert curves["lanes"]["b.mkv"]["psnr"] == pytest.approx(psnr_per_frame(b, a), abs=1e-3)
+    assert len(curves["lanes"]["b.mkv"]["excess"]) == 5
+    assert curves["diverged"] == {"b.mkv": 0}
+    rows = visitor.get("curves.csv", clip=reply["clip"]).text.splitlines()
+    assert len(rows) == 7 and rows[1].startswith("0,b.mkv,a.mkv,")
+
+
+def test_identical_frames_are_99_decibels(visitor: Visitor, tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mkv", random_frames(3))
+    reply = visitor.upload(path, path).json()
+    deadline = time.monotonic() + 20
+    while not (curves := visitor.get("curves", clip=reply["clip"]).json())["done"]:
+        assert time.monotonic() < deadline
+    assert curves["lanes"]["a.mkv (2)"]["psnr"] == [99.0] * 3
+
+
+def test_a_slice_is_the_history_of_its_line(visitor: Visitor, tmp_path: Path) -> None:
+    a, b = random_frames(6), random_frames(6, seed=1)
+    reply = visitor.upload(
+        write_video(tmp_path / "a.mkv", a), write_video(tmp_path / "b.mkv", b)
+    ).json()
+    found = picture(visitor.get("slice", clip=reply["clip"], x0=0, y0=4, x1=15, y1=4))
+    assert (found == np.concatenate([a[:, 4], b[:, 4]], axis=1)).all()
+
+
+def test_what_is_wrong_is_one_line(visitor: Visitor, tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mkv", random_frames(3))
+    clip = visitor.upload(path, path).json()["clip"]
+    other = Visitor(tmp_path / "other")
+    for response, line in (
+        (visitor.get("sheet", clip=clip, number=1), "sheet 1 is behind it"),
+        (visitor.get("sheet", clip=clip, number="-1"), "whole number"),
+        (visitor.get("sheet", clip="nothing", number=0), "open it again"),
+        (visitor.get("slice", clip=clip, x0=0, y0=0, x1=16, y1=0), "x1 must be"),
+        (visitor.post("open", source="../../etc"), "no such recorded session"),
+        (visitor.post("open", source="live"), "press Drive first"),
+        (other.get("sheet", clip=clip, number=0), "open it again"),
+        (visitor.client.get("/inspect/api/curves?session=x"), "session has ended"),
+        (visitor.client.post("/inspect/api/open", content=b"{"), "not JSON"),
+        (visitor.post("tokens", frame=0, x=0, y=0), "press Drive"),
+        (visitor.post("tokens", frame=-1, x=0, y=0), "frame must be"),
+    ):
+        assert response.status_code == 400 and line in response.json()["error"]
+        assert "\n" not in response.json()["error"]
+
+
+def test_a_file_that_is_too_large_is_refused_and_gone(
+    visitor: Visitor, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_UPLOAD_BYTES", 100)
+    path = write_video(tmp_path / "a.mkv", random_frames(3))
+    response = visitor.upload(path, path)
+    assert response.status_code == 400 and "larger than" in response.json()["error"]
+    assert not list((visitor.folder / "clips").glob("upload-*"))
+
+
+def test_an_unexpected_error_is_a_number_that_is_in_the_log(
+    visitor: Visitor, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(routes.ring, "take_clip", lambda *_: 1 / 0)
+    response = visitor.post("open", source="live")
+    assert response.status_code == 500
+    number = response.json()["error"].split("error ")[1].split()[0]
+    assert number in caplog.text and "ZeroDivisionError" in caplog.text
+
+
+def test_only_the_pages_own_files_are_served(visitor: Visitor) -> None:
+    assert "<title>QuantWM inspector" in visitor.client.get("/inspect").text
+    assert visitor.client.get("/inspect/web/main.js").status_code == 200
+    for name in ("inspector.html", "..%2F..%2Fapp.py", "nothing.js"):
+        assert visitor.client.get(f"/inspect/web/{name}").status_code == 404
+
+
+def test_the_driving_loop_answers_a_question_about_tokens(
+    visitor: Visitor, tmp_path: Path, monkeypatch
+) -> None:
+    from test_inspector_clips import fake_run
+
+    from quantwm.token_selection import LayerPicks, Pick
+
+    sessions, token = visitor.sessions, visitor.token
+    session = sessions.get(token)
+    engine, asked = fake_run(), []
+
+    def pick_tokens(frame: int, x: int, y: int):
+        asked.append((frame, x, y))
+        layer = LayerPicks(3, {"bf16": (Pick(2, 1, 7, 0.5),)})
+        return 6, 8, 128, 96, [layer]
+
+    engine.pick_tokens = pick_tokens
+    sessions.join(token)
+    with sessions.hold(token):
+        session.folder.path.mkdir(parents=True, exist_ok=True)
+        prober = probe.Prober(sessions.probes, session.slot, session.folder.path)
+        prober.note(engine.start(), 4, 1)
+        done = threading.Event()
+
+        def loop() -> None:
+            while not done.is_set():
+                prober.serve(engine)
+                time.sleep(0.005)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            reply = visitor.post("tokens", frame=5, x=20, y=17).json()
+            refused = visitor.post("tokens", frame=999, x=0, y=0)
+        finally:
+            done.set()
+            thread.join()
+    assert asked == [(5, 20, 17)]
+    assert reply["patch"] == [16, 16, 16, 16]
+    pick = reply["layers"][0]["lanes"][0]["picks"][0]
+    assert pick == {"frame": 2, "box": [112, 16, 16, 16], "lead": 0.5}
+    assert "frame 999 is not of this run" in refused.json()["error"]
