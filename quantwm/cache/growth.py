@@ -34,13 +34,14 @@ def guide_for(
             lesson = learner.lesson(span.lesson)
             learned = learner.guide(lesson, TokenPositions(first, rest))
             full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
+        last_basis = span.basis
         if full:
             span = SpanPlan(number=span.number + 1, tokens=0)
         span = replace(span, lesson=lesson)
         if fmt.uses_queries:
             weights = statistics.sensitivity() if fmt.full_moment else statistics.weights()
         if fmt.rank and span.basis is None:
-            basis, eigenvalues = statistics.bases(fmt.rank) or (None, None)
+            basis, eigenvalues = statistics.bases(fmt.rank, last_basis) or (None, None)
             span = replace(span, basis=basis, eigenvalues=eigenvalues)
     return ChunkGuide(replace(span, tokens=span.tokens + rest), weights, learned)
 

@@ -359,11 +359,11 @@ class KVCache:
         learner = self._learner
         if learner is not None:
             learner = learner.with_chunk({s: w.learned for s, w in chunk.writes.items()})
-        if moments:
-            self._statistics.reserve()
+        queries = max(w.queries for w in chunk.writes.values())
+        add_queries = self._statistics.prepared(moments, queries)
 
         def commit() -> None:
-            self._statistics.fold(moments, max(w.queries for w in chunk.writes.values()))
+            add_queries()
             self._segments, self._books, self._span = segments, books, guide.span
             self._learner = learner
             if self._origin is None:

@@ -80,9 +80,7 @@ def beside_spans(
     learner: Learner | None,
 ) -> list[tuple[str, Tensor]]:
     """What past chunks taught, by part: held beside the spans, to encode the next ones."""
-    found: list[tuple[str, Tensor]] = []
-    if statistics.moments is not None:
-        found.append(("statistics", statistics.moments))
+    found = [("statistics", tensor) for tensor in statistics.tensors()]
     guides = [segment.guide for segment in segments if segment.guide is not None]
     for guide in (ChunkGuide(span, None), *guides):
         found.extend(("statistics", tensor) for tensor in guide.statistics())
