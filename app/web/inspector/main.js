@@ -53,7 +53,7 @@ async function open(work) {
     curves.open(state.clip);
     tokens.open(state.clip);
     arrange();
-    slice(slices.typed());
+    slices.show(slices.typed()).catch((error) => complain(error.message));
     say(info.title + " is open.");
   } catch (error) {
     complain(error.message);
