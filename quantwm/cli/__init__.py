@@ -15,6 +15,7 @@ COMMANDS = {
     "replay": "run a recorded session again and say whether it is bit-identical",
     "compare": "fidelity and flicker between two recordings or video files",
     "study": "recorded q/k/v tensors through each cache, causally, chunk by chunk",
+    "report": "the paper's evidence on the embedded world, as an HTML report",
     "plan": "bytes by part, ratios and peak, before anything is allocated",
     "check-golden": "every model family against golden tensors, within their tolerances",
     "worlds": "worlds, their licence, the memory they need and what is present",

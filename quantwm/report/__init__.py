@@ -1,0 +1,1 @@
+"""The paper's evidence on a world of our own: rollouts, tables, verdicts and an HTML report."""

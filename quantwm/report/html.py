@@ -1,0 +1,153 @@
+"""The report as one HTML file: no script, nothing fetched, light and dark."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from quantwm.report.document import Section, Sheet, Table, Verdict
+from quantwm.report.plots import to_svg
+
+MARKS = {"holds": "yes", "does not hold": "no", "undecided": "open", "not measured": "none"}
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1c1e22;--paper:#fff;--soft:#5b6270;--line:#d9dde4;
+--band:#f4f6f9;--yes:#0a7a4b;--no:#b3261e;--open:#8a6100;--none:#5b6270}
+@media(prefers-color-scheme:dark){:root{--ink:#e8eaee;--paper:#14161a;--soft:#a3abb8;--line:#343a45;
+--band:#1c2027;--yes:#4cc38a;--no:#ff8a80;--open:#e0b355;--none:#a3abb8}}
+body{margin:0 auto;max-width:1080px;padding:24px 20px 80px;background:var(--paper);color:var(--ink);
+font:16px/1.5 system-ui,sans-serif}
+h1{font-size:28px;line-height:1.2}
+h2{margin-top:48px;font-size:21px;border-top:1px solid var(--line);padding-top:20px}
+p{max-width:76ch}.soft{color:var(--soft);font-size:14px}
+.wide{overflow-x:auto}table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
+caption{text-align:left;color:var(--soft);padding:14px 0 6px}
+th,td{padding:5px 12px 5px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
+th{font-weight:600}tr:nth-child(even) td{background:var(--band)}
+.verdict{border-left:4px solid var(--mark);padding:4px 0 4px 14px;margin:14px 0;max-width:80ch}
+.verdict b{color:var(--mark)}.yes{--mark:var(--yes)}.no{--mark:var(--no)}.open{--mark:var(--open)}
+.none{--mark:var(--none)}
+svg{width:100%;max-width:760px;height:auto;margin:14px 0}svg text{font:12px system-ui,sans-serif;
+fill:var(--soft)}svg text.head{fill:var(--ink);font-weight:600}svg .end{text-anchor:end}
+svg .mid{text-anchor:middle}svg line{stroke:var(--line)}
+figure{margin:18px 0}figcaption{color:var(--soft);font-size:14px;margin-bottom:6px}
+figure img{max-width:100%;image-rendering:pixelated}
+"""
+
+
+def to_html(numbers: Mapping[str, Any], sections: Sequence[Section]) -> str:
+    """The whole file."""
+    about = numbers["report"]
+    verdicts = [v for section in sections for v in section.verdicts]
+    rows = [["claim of the paper", "here"], *([v.claim, v.word] for v in verdicts)]
+    body = [
+        "<h1>QuantWM: the paper's evidence on a world of our own</h1>",
+        f"<p>{escape(about_line(about))}</p>",
+        f'<p class="soft">{escape(how_line(about))}</p>',
+        _table(Table("Claims and whether they hold here", rows)),
+        *(_section(section) for section in sections),
+    ]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>QuantWM evidence</title><style>{STYLE}</style></head><body>"
+        + "".join(body)
+        + "</body></html>\n"
+    )
+
+
+def about_line(about: Mapping[str, Any]) -> str:
+    """World, weights and hardware in a sentence or two."""
+    machine = about["hardware"].get("gpu") or about["hardware"].get("cpu")
+    versions = about["versions"]
+    return (
+        f"{about['title']}, weights {about['weights_sha256'][:12]}, {about['steps']} denoising "
+        "steps, "
+        f"{about['dtype']}; {machine}, torch {versions['torch']}, Python {versions['python']}; "
+        f"{about['time']}, {about.get('seconds', 0):.0f} s with the preset {about['scale']!r}. "
+        f"Kernels: {about['kernels']}."
+    )
+
+
+def how_line(about: Mapping[str, Any]) -> str:
+    """Scenes, seeds, what was left out."""
+    counts = ", ".join(f"{name} {count}" for name, count in about["rollouts"].items())
+    policy = ", ".join(f"{k} {v}" for k, v in about["policy"].items())
+    text = (
+        "A scene is a start scene, a seed of the noise and a walk; all are fixed. Rollouts by "
+        f"experiment: {counts}. Policy of every lane: {policy}. Intervals are 95% percentile "
+        "bootstraps over scenes (2,000 draws, seed 0)."
+    )
+    if about["rollouts_skipped"]:
+        text += f" Left out for want of time: {about['rollouts_skipped']} rollouts."
+    if about["missing"]:
+        text += f" Not in this version: {', '.join(about['missing'])}."
+    return text
+
+
+def _section(section: Section) -> str:
+    return "".join(
+        [
+            f"<h2>{escape(section.title)}</h2>",
+            *(f"<p>{escape(text)}</p>" for text in section.text if text),
+            *(_verdict(verdict) for verdict in section.verdicts),
+            *(_table(table) for table in section.tables),
+            *(to_svg(plot) for plot in section.plots),
+            *(_figure(sheet) for sheet in section.sheets),
+        ]
+    )
+
+
+def _verdict(verdict: Verdict) -> str:
+    return (
+        f'<div class="verdict {MARKS[verdict.word]}">{escape(verdict.claim)}: '
+        f"<b>{escape(verdict.word)}</b>. {escape(verdict.because)}.</div>"
+    )
+
+
+def _table(table: Table) -> str:
+    head, *rows = table.rows
+    cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    lines = [
+        "<tr>" + "".join(f"<td>{escape(str(text))}</td>" for text in row) + "</tr>" for row in rows
+    ]
+    return (
+        f'<div class="wide"><table><caption>{escape(table.caption)}</caption>'
+        f"<thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _figure(sheet: Sheet) -> str:
+    data = base64.b64encode(to_png(sheet)).decode()
+    names = ", ".join(name for name, _ in sheet.rows)
+    return (
+        f"<figure><figcaption>{escape(sheet.title)}; rows: {escape(names)}</figcaption>"
+        f'<img alt="{escape(sheet.title)}" src="data:image/png;base64,{data}"></figure>'
+    )
+
+
+def to_png(sheet: Sheet) -> bytes:
+    """Rows of pictures below one another, each with its lane's name."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    label, gap = 84, 2
+    height, width = sheet.rows[0][1].shape[1:3]
+    columns = max(len(frames) for _, frames in sheet.rows)
+    size = (label + columns * (width + gap), len(sheet.rows) * (height + gap))
+    canvas = np.full((size[1], size[0], 3), 24, np.uint8)
+    for row, (_, frames) in enumerate(sheet.rows):
+        for column, frame in enumerate(frames):
+            y, x = row * (height + gap), label + column * (width + gap)
+            canvas[y : y + height, x : x + width] = frame
+    picture = Image.fromarray(canvas)
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=13)
+    for row, (name, _) in enumerate(sheet.rows):
+        draw.text((6, row * (height + gap) + 6), name, fill=(235, 238, 242), font=font)
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()

@@ -1,0 +1,320 @@
+"""Runs everything that the report needs and reduces it to one JSON document and some pictures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantwm.cache import dispatch
+from quantwm.describe import hardware, versions
+from quantwm.report import numbers, plan, revisit
+from quantwm.report.attention import LayerErrors, study_attention
+from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
+from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
+from quantwm.report.pool import Task, WorldSource, run_tasks, task_of
+from quantwm.report.scale import SCRIPTS, Scale
+from quantwm.report.variants import ABLATION, ALL, BF16, METHODS, ROLES, SWEEPS, known
+from quantwm.worlds.base import World
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Results:
+    """numbers: JSON. pictures: name -> (caption of a row, frames uint8 [n, H, W, 3]) of a sheet."""
+
+    numbers: Document
+    pictures: Mapping[str, Sequence[tuple[str, np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the report is told.
+
+    Attributes:
+        truth: folder of truth episodes, None without. processes: that share the device.
+        seconds: after which no further rollout begins; infinity for no limit.
+    """
+
+    scale: Scale
+    truth: Path | None = None
+    processes: int = 1
+    seconds: float = float("inf")
+
+
+def make_results(
+    world: World, source: WorldSource, order: Order, report: Callable[[str], None]
+) -> Results:
+    """Run it all. report: told about progress, one line at a time."""
+    began = time.time()
+    scale = order.scale
+    report("latency")
+    latency = run_job(world, plan.latency_job(world, scale))
+    episodes = revisit.load_tasks(order.truth, scale, world)
+    studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
+    rollouts = _interleaved(
+        plan.rollout_jobs(world, scale) + revisit.revisit_jobs(world, episodes, plan.few_of(scale))
+    )
+    recordings = plan.recording_jobs(world, scale)
+    tasks: list[Task[Any]] = [task_of(study_attention, job, studied) for job in recordings]
+    tasks += [task_of(run_job, job) for job in rollouts]
+    done = run_tasks(tasks, world, source, order.processes, began + order.seconds, report)
+    errors = [found for found in done[: len(recordings)] if found is not None]
+    results = [found for found in done[len(recordings) :] if found is not None]
+    results.sort(key=lambda r: _place(rollouts, r.job))
+    document = {
+        "report": _about(world, order, results, len(rollouts), began),
+        "attention": _attention(errors),
+        "fidelity": _fidelity(results, world.spec.fps),
+        "roles": _short(results, ROLES, "qvg"),
+        "ablation": _short(results, ABLATION, "quantwm"),
+        "sweep": _sweep(results),
+        "latency": _latency(latency),
+        "flicker": {name: _flicker(results, name) for name in ("still", "turn")},
+        "minute": _minute(results, world.spec.fps),
+        "revisit": revisit.recall(
+            world, episodes, [r for r in results if r.job.experiment.startswith("revisit-")]
+        ),
+        "resolutions": [list(size) for size in (world.spec.video_size, *world.spec.resolutions)],
+    }
+    document["report"]["seconds"] = round(time.time() - began, 1)
+    return Results(document, _pictures(results))
+
+
+def _place(jobs: Sequence[Job], job: Job) -> int:
+    """Where a job stands in the plan; a worker returns a copy of it."""
+    same = (job.experiment, job.label)
+    return next(i for i, other in enumerate(jobs) if (other.experiment, other.label) == same)
+
+
+def _interleaved(jobs: Sequence[Job]) -> list[Job]:
+    """Experiments taking turns, so that a limit on time takes scenes from all and not one whole."""
+    by_experiment: dict[str, list[Job]] = {}
+    for job in jobs:
+        by_experiment.setdefault(job.experiment, []).append(job)
+    turns = [
+        (place / len(group), order, job)
+        for order, group in enumerate(by_experiment.values())
+        for place, job in enumerate(group)
+    ]
+    return [job for _, _, job in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def _about(
+    world: World, order: Order, results: Sequence[JobResult], planned: int, began: float
+) -> Document:
+    spec = world.spec
+    counts: dict[str, int] = {}
+    for result in results:
+        counts[result.job.experiment] = counts.get(result.job.experiment, 0) + 1
+    return {
+        "scale": order.scale.name,
+        "world": spec.name,
+        "title": spec.title,
+        "weights_sha256": world.weights_sha256(),
+        "steps": spec.default_steps[world.device.type],
+        "device": str(world.device),
+        "hardware": hardware(world.device),
+        "versions": versions(),
+        "kernels": dispatch.explain(world.device),
+        "dtype": str(world.dtype).removeprefix("torch."),
+        "policy": asdict(spec.policy),
+        "fps": spec.fps,
+        "scripts": list(SCRIPTS),
+        "rollouts": counts,
+        "rollouts_planned": planned,
+        "rollouts_skipped": planned - len(results),
+        "processes": order.processes,
+        "missing": [v.title for v in ALL.values() if not v.known],
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
+    }
+
+
+def _attention(recordings: Sequence[Mapping[str, Mapping[int, LayerErrors]]]) -> Document:
+    """Per variant: means over layers with intervals over recordings, and every layer by itself."""
+    if not recordings:
+        return {"recordings": 0, "variants": {}, "layers": []}
+    names = list(LayerErrors.__dataclass_fields__)
+    layers = list(next(iter(recordings[0].values())))
+    return {
+        "recordings": len(recordings),
+        "layers": layers,
+        "variants": {
+            variant: {
+                **{
+                    name: figure([numbers.mean_errors(r[variant], name) for r in recordings])
+                    for name in names
+                },
+                "by_layer": {
+                    str(n): {
+                        name: numbers.mean_of([getattr(r[variant][n], name) for r in recordings])
+                        for name in names
+                    }
+                    for n in layers
+                },
+            }
+            for variant in recordings[0]
+        },
+    }
+
+
+def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
+    """Table 3: windows of free and teacher-forced runs, true bytes, and curves."""
+    document: Document = {"lanes": {}, "paired": {}}
+    early = slice(0, round(2 * fps))
+    ours = series_of(results, "main", "quantwm")
+    for variant in (BF16, *known(METHODS)):
+        free = series_of(results, "main", variant.name)
+        taught = series_of(results, "taught", variant.name)
+        if not free:
+            continue
+        document["lanes"][variant.name] = {
+            **bytes_of(free),
+            "scenes": len(free),
+            "free": numbers.windows_of(free, fps),
+            "taught": numbers.windows_of(taught, fps) if taught else [],
+            "consistency": numbers.consistency_of(free),
+            "curve": numbers.curve_of(free, "psnr"),
+            "curve_taught": numbers.curve_of(taught, "psnr") if taught else [],
+            "excess_curve": numbers.curve_of(free, "excess"),
+        }
+        if variant.name not in ("bf16", "quantwm"):
+            document["paired"][variant.name] = paired(ours, free, lambda s: psnr_of(s, early))
+    return document
+
+
+def _short(results: Sequence[JobResult], variants: Sequence[Any], published: str) -> Document:
+    """PSNR and SSIM of a table's rows over the frames that all of them have."""
+    rows = {v.name: series_of(results, "short", v.name) for v in known(variants)}
+    frames = min((len(s.mse) for series in rows.values() for s in series), default=0)
+    scenes = [r.job.label for r in results if r.job.experiment == "short"]
+    for name in ("qvg", "quantwm"):
+        rows[name] = [
+            r.series[name]
+            for r in results
+            if r.job.experiment == "main" and r.job.label in scenes and name in r.series
+        ]
+    part = slice(0, frames)
+    return {
+        "frames": frames,
+        "scenes": len(scenes),
+        "rows": {name: _quality(series, part) for name, series in rows.items() if series},
+        "paired": {
+            name: paired(rows[published], series, lambda s: psnr_of(s, part))
+            for name, series in rows.items()
+            if series and rows.get(published)
+        },
+        "between": _between(rows, part),
+    }
+
+
+def _between(rows: Mapping[str, Sequence[Any]], part: slice) -> dict[str, Figure | None]:
+    """Paired differences that verdicts ask for: K16V2 less K2V16, and the affine row less QVG."""
+    asked = {
+        "qvg": ("qvg-values", "qvg-keys"),
+        "quantwm": ("quantwm-values", "quantwm-keys"),
+        "affine": ("affine", "qvg"),
+    }
+    return {
+        name: paired(rows[a], rows[b], lambda s: psnr_of(s, part))
+        for name, (a, b) in asked.items()
+        if rows.get(a) and rows.get(b)
+    }
+
+
+def _quality(series: Sequence[Any], part: slice) -> dict[str, Figure | None]:
+    return {
+        "psnr": figure([psnr_of(s, part) for s in series]),
+        "ssim": figure([numbers.mean_of(s.ssim[part]) for s in series]),
+        "ratio": bytes_of(series)["ratio"],
+    }
+
+
+def _sweep(results: Sequence[JobResult]) -> Document:
+    """Tables 9 to 11: each setting, and its difference to the published one, scene by scene."""
+    labels = [r.job.label for r in results if r.job.experiment == "sweep"]
+    published = [
+        r.series["quantwm"]
+        for r in results
+        if r.job.experiment == "main" and r.job.label in labels and "quantwm" in r.series
+    ]
+    rows = {v.name: series_of(results, "sweep", v.name) for v in known(SWEEPS)}
+    frames = min((len(s.mse) for series in rows.values() for s in series), default=0)
+    part = slice(0, frames)
+    rows["quantwm"] = published
+    return {
+        "frames": frames,
+        "scenes": len(labels),
+        "rows": {
+            name: {
+                **_quality(series, part),
+                "difference": paired(series, published, lambda s: psnr_of(s, part)),
+                "ms": numbers.mean_of([numbers.median_ms(s) for s in series]),
+            }
+            for name, series in rows.items()
+            if series
+        },
+    }
+
+
+def _latency(result: JobResult) -> Document:
+    """Milliseconds a chunk of each lane, alone on the device; the median of the second half."""
+    reference = numbers.median_ms(result.series[REFERENCE])
+    return {
+        name: {
+            "ms": numbers.median_ms(series),
+            "overhead": numbers.median_ms(series) / reference - 1,
+            "tokens": series.tokens,
+            "chunks": len(series.ms) - len(series.ms) // 2,
+        }
+        for name, series in result.series.items()
+    }
+
+
+def _flicker(results: Sequence[JobResult], experiment: str) -> Document:
+    reference = series_of(results, experiment, REFERENCE)
+    lanes = {v.name: series_of(results, experiment, v.name) for v in (BF16, *METHODS)}
+    return {
+        "scenes": len(reference),
+        "lanes": {
+            name: {
+                **numbers.flicker_of(series, reference),
+                "curve": numbers.curve_of(series, "excess"),
+            }
+            for name, series in lanes.items()
+            if series
+        },
+    }
+
+
+def _minute(results: Sequence[JobResult], fps: float) -> Document:
+    lanes = {v.name: series_of(results, "minute", v.name) for v in (BF16, *METHODS)}
+    found = {name: series for name, series in lanes.items() if series}
+    return {
+        "scenes": max((len(series) for series in found.values()), default=0),
+        "seconds": max((len(s.mse) for series in found.values() for s in series), default=0) / fps,
+        "lanes": {
+            name: {
+                "stretches": numbers.minute_of(series, fps),
+                "consistency": numbers.consistency_of(series),
+                "sharpness": figure([numbers.mean_of(s.sharpness) for s in series]),
+                **bytes_of(series),
+            }
+            for name, series in found.items()
+        },
+    }
+
+
+def _pictures(results: Sequence[JobResult]) -> dict[str, list[tuple[str, np.ndarray]]]:
+    """Contact sheets: of each experiment's kept rollouts one, a row a lane."""
+    sheets: dict[str, list[tuple[str, np.ndarray]]] = {}
+    for result in results:
+        if result.frames and not result.job.experiment.startswith("revisit-"):
+            name = f"{result.job.experiment}: {result.job.label}"
+            sheets[name] = [(ALL[lane].title, f) for lane, f in result.frames.items()]
+    return sheets

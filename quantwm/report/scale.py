@@ -1,0 +1,76 @@
+"""How much the report runs: all of it on a GPU, less on a CPU, the least in tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCRIPTS = (
+    "w-16, right-24, w-16, left-24, w-8",
+    "left-16, w-24, right-32, w-16",
+)
+"""Two walks of 88 frames (10.06 s of the embedded world): rooms come back into view."""
+
+STILL = "none-88"
+SLOW_TURN = "right-88"
+"""7.5 degrees a frame is the world's only turn: 88 frames are almost two turns."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Numbers of scenes, seeds and chunks; a chunk is four frames of the embedded world.
+
+    Attributes:
+        scenes, seeds, scripts: a "scene" of the report is one of each; their product counts.
+        chunks: of the free runs. taught: of the teacher-forced ones (0: none).
+        short_chunks: of ablation, K-only and V-only. sweep_chunks: of ranks and candidates.
+        sweep_scenes, flicker_scenes, recorded_scenes, minute_scenes: how many of the scenes.
+        flicker_chunks: standing still and turning. recorded_chunks: whose q, k, v are kept.
+        minute_chunks: one minute is 131. revisits: truth episodes of each of `revisit_kinds`.
+        few: lanes of the flicker, minute and revisit runs; empty for all methods.
+        timed_chunks: whose latency is measured, lane by lane.
+        contact_sheets: scenes that are shown.
+    """
+
+    name: str
+    scenes: int
+    seeds: int
+    scripts: int
+    chunks: int
+    taught: int
+    short_chunks: int
+    sweep_scenes: int
+    sweep_chunks: int
+    flicker_scenes: int
+    flicker_chunks: int
+    recorded_scenes: int
+    recorded_chunks: int
+    minute_scenes: int
+    minute_chunks: int
+    revisits: int
+    timed_chunks: int
+    contact_sheets: int
+    revisit_kinds: tuple[str, ...] = ("turn", "back")
+    few: tuple[str, ...] = ()
+
+
+PRESETS = {
+    "full": Scale(
+        name="full", scenes=8, seeds=2, scripts=2, chunks=22, taught=22, short_chunks=8,
+        sweep_scenes=32, sweep_chunks=5, flicker_scenes=8, flicker_chunks=22, recorded_scenes=4,
+        recorded_chunks=12, minute_scenes=4, minute_chunks=131, revisits=16, timed_chunks=16,
+        contact_sheets=2,
+    ),
+    "small": Scale(
+        name="small", scenes=2, seeds=1, scripts=1, chunks=6, taught=3, short_chunks=3,
+        sweep_scenes=1, sweep_chunks=2, flicker_scenes=1, flicker_chunks=4, recorded_scenes=1,
+        recorded_chunks=5, minute_scenes=1, minute_chunks=8, revisits=1, timed_chunks=3,
+        contact_sheets=1, revisit_kinds=("turn",), few=("qvg", "quantwm"),
+    ),
+    "minimal": Scale(
+        name="minimal", scenes=2, seeds=1, scripts=1, chunks=2, taught=1, short_chunks=1,
+        sweep_scenes=1, sweep_chunks=1, flicker_scenes=1, flicker_chunks=2, recorded_scenes=1,
+        recorded_chunks=2, minute_scenes=1, minute_chunks=2, revisits=1, timed_chunks=1,
+        contact_sheets=1,
+    ),
+}  # fmt: skip
+"""`full` needs about four minutes of an H200, `small` three of two CPU cores."""

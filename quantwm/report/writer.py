@@ -1,0 +1,59 @@
+"""Writes a report's files: report.html, results.json, evidence.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantwm.report.document import Section, Sheet
+from quantwm.report.html import to_html
+from quantwm.report.markdown import to_markdown
+from quantwm.report.results import Results
+from quantwm.report.sections import all_sections
+from quantwm.session import write_atomically
+
+FILES = ("report.html", "results.json", "evidence.md")
+
+SHEETS = {"main": 1, "still": 5, "turn": 5, "minute": 7}
+"""Experiment -> index of the section that shows its contact sheets."""
+
+
+def write_report(folder: Path, results: Results, command: str) -> list[Path]:
+    """All three files into a folder that exists. OSError when the disk says no."""
+    sections = with_sheets(all_sections(results.numbers), results.pictures)
+    texts = (
+        to_html(results.numbers, sections),
+        json.dumps(results.numbers, indent=1, allow_nan=False) + "\n",
+        to_markdown(results.numbers, sections, command),
+    )
+    paths = [folder / name for name in FILES]
+    for path, text in zip(paths, texts, strict=True):
+        write_atomically(path, text)
+    return paths
+
+
+def with_sheets(
+    sections: list[Section], pictures: Mapping[str, Sequence[tuple[str, np.ndarray]]]
+) -> list[Section]:
+    """The sections with their contact sheets."""
+    for title, rows in pictures.items():
+        section = sections[SHEETS[title.split(":")[0]]]
+        section.sheets.append(Sheet(title, rows))
+    return sections
+
+
+def summary(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The last line of `report`: what was measured, and every claim with its verdict."""
+    return {
+        "claims": [
+            {"claim": v.claim, "here": v.word, "because": v.because}
+            for section in all_sections(numbers)
+            for v in section.verdicts
+        ],
+        **{key: numbers["report"][key] for key in ("scale", "weights_sha256", "device", "seconds")},
+        "rollouts": numbers["report"]["rollouts"],
+    }
