@@ -3,8 +3,7 @@
 A chunk goes: begin_chunk, attend in every layer and denoising pass, attend(clean=True) once in
 every layer, finalize_chunk. The chunk's own keys and values live in one layer's scratch; in the
 clean pass they are encoded right after that layer's attention, held as pending, and committed
-together. Everything that finalize_chunk builds is built before anything is replaced, so a write
-that fails leaves the cache as it was.
+together. What finalize_chunk builds is built before anything is replaced: all of it or nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from quantwm.cache.reading import Reading, decode_visible, first_visible, visibl
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics, moment
+from quantwm.cache.storage import Savable
 from quantwm.cache.workspace import Workspace
 from quantwm.errors import UserError
 
 
-class KVCache:
+class KVCache(Savable):
     """Keys and values of past latent frames of one lane, frame-indexed, in one format.
 
     Frames follow each other without a gap. A window counts the current chunk, as the models do:

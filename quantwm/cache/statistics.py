@@ -46,6 +46,17 @@ class QueryStatistics:
     def tensors(self) -> tuple[Tensor, ...]:
         return tuple(t for t in (self.moments, self.largest) if t is not None)
 
+    def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of each tensor that `tensors` gives once a query was seen, by name."""
+        slots, heads, size, _ = self._shape
+        if not self.compact:
+            return {"moments": (torch.float32, self._shape)}
+        triangle = (slots, heads, size * (size + 1) // 2)
+        return {
+            "moments": (torch.float16, triangle),
+            "largest": (torch.float32, (slots, heads)),
+        }
+
     def prepared(self, pending: Mapping[int, Tensor], tokens: int) -> Callable[[], None]:
         """What adds a finished chunk, once called; it allocates nothing, so it cannot fail.
 

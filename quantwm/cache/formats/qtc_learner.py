@@ -190,6 +190,10 @@ class QtcLearner:
         updated = [observed.get(slot, old) for slot, old in enumerate(self.statistics)]
         return QtcLearner(self.coding, self.rope, updated, self.window_tokens)
 
+    def restored(self, statistics: Sequence[SlotStatistics]) -> QtcLearner:
+        """The learner with statistics that another one had."""
+        return QtcLearner(self.coding, self.rope, statistics, self.window_tokens)
+
     def guide(self, lesson: Lesson | None, positions: TokenPositions) -> LearnedGuide:
         queries = tuple(slot.queries for slot in self.statistics)
         return LearnedGuide(self.rope, positions, queries, self.coding.horizon_frames, lesson)
