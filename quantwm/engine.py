@@ -15,6 +15,7 @@ from quantwm.actions import check_action
 from quantwm.cache import dispatch
 from quantwm.cache.formats import Format
 from quantwm.cache.kv_cache import KVCache
+from quantwm.cache.second_kernel import SecondKernelCache
 from quantwm.cache.workspace import Workspace
 from quantwm.engine_checks import (
     OUT_OF_MEMORY,
@@ -28,7 +29,7 @@ from quantwm.engine_checks import (
 )
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
-from quantwm.lanes import check_lanes, is_bf16, lane_format, limit_history, max_tokens_for
+from quantwm.lanes import check_lanes, is_bf16, is_floor, lane_format, limit_history, max_tokens_for
 from quantwm.memory import read_memory
 from quantwm.tensor_files import TensorRecorder
 from quantwm.token_selection import QueryWatch
@@ -290,6 +291,8 @@ class Engine:
         reference = next((lane for lane in self.lanes if is_bf16(lane)), self.lanes[0])
         if self._watch is not None and config is reference:
             cache = self._watch.attach(cache)
+        if is_floor(config):
+            cache = SecondKernelCache(cache)
         return _Lane(config, LaneState(config.name, cache))
 
     def _abort(self) -> None:

@@ -81,8 +81,17 @@ def lane_format(lane: LaneConfig) -> Format[Any]:
 
 
 def is_bf16(lane: LaneConfig) -> bool:
-    """Whether a lane keeps its cache in BF16: the reference that the others are measured by."""
-    return lane.method == "bf16"
+    """Whether a lane is the reference that the others are measured by: BF16, and not the noise
+    floor, which is BF16 through another attention kernel."""
+    return lane.method == "bf16" and not is_floor(lane)
+
+
+def is_floor(lane: LaneConfig) -> bool:
+    """Whether a lane is the noise floor (`bf16:floor`)."""
+    settings = lane.settings
+    return lane.method == "bf16" and (
+        settings.get("preset") == "floor" or bool(settings.get("second_kernel"))
+    )
 
 
 def max_tokens_for(device: torch.device, max_tokens: int | None) -> int | None:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
+from quantwm.lanes import is_bf16
 from quantwm.metrics import frame_mse, psnr_of_mse
-
-REFERENCE_METHOD = "bf16"
 
 
 @dataclass
@@ -86,7 +85,7 @@ class RunTotals:
 
 def errors_to_bf16(block: BlockResult, lanes: Sequence[LaneConfig]) -> dict[str, np.ndarray]:
     """Per lane the squared error of each frame to the BF16 lane; empty without a BF16 lane."""
-    reference_name = next((lane.name for lane in lanes if lane.method == REFERENCE_METHOD), None)
+    reference_name = next((lane.name for lane in lanes if is_bf16(lane)), None)
     if reference_name is None or block.index == 0:
         return {}
     reference = next(lane.frames for lane in block.lanes if lane.name == reference_name)

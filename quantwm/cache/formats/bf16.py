@@ -16,12 +16,14 @@ from quantwm.cache.formats.base import Codebook, QueryGuide, Role
 
 @dataclass(frozen=True)
 class Bf16Config:
-    """exact: hold what comes in the attention's own dtype (FP32 parity checks), not in BF16."""
+    """exact: hold what comes in the attention's own dtype (FP32 parity checks), not in BF16.
+    second_kernel: read by another attention kernel (cache/second_kernel.py), the noise floor."""
 
     exact: bool = False
+    second_kernel: bool = False
 
 
-PRESETS = {"default": Bf16Config()}
+PRESETS = {"default": Bf16Config(), "floor": Bf16Config(second_kernel=True)}
 
 
 @dataclass(frozen=True)
