@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
 from quantwm.worlds.embedded.graphs import GraphedDecoder, GraphedTransformer
 from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
+from quantwm.worlds.embedded.pose import START, Walk, as_array, follow, pose_features
 from quantwm.worlds.embedded.rope import ChunkTables, rope_split
 from quantwm.worlds.embedded.sampler import sample
 from quantwm.worlds.embedded.scenes import list_scenes, load_scene
@@ -36,6 +38,7 @@ from quantwm.worlds.embedded.transformer import Attend, Transformer
 from quantwm.worlds.embedded.weights import Progress, finish, load_models, read_manifest
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
+POSE = "pose"  # key of a lane's extra: the walk so far, reckoned from its keys
 SPAN_TOKENS = 3072  # 16 chunks of 192 tokens share 64 centroids
 
 
@@ -159,6 +162,7 @@ class EmbeddedWorld:
         self._weight_bytes = _bytes_of(transformer, autoencoder)  # asked for in every chunk
         # A pure function of few arguments, asked for again in every lane.
         self._condition = functools.lru_cache(maxsize=256)(self._make_condition)
+        self._pose = functools.lru_cache(maxsize=16)(self._make_pose)
         model = config.transformer
         self._rope = ChunkTables(
             model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta, self.device
@@ -294,6 +298,7 @@ class EmbeddedWorld:
             lane.cache.abort_chunk()
             raise
         lane.next_frame += frames
+        lane.extra[POSE] = follow(_walk(lane), vectors)[1]
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
@@ -317,6 +322,7 @@ class EmbeddedWorld:
         clean: bool,
     ) -> torch.Tensor:
         shared, head = self._condition(sigma, vectors)
+        pose = self._pose(_walk(lane), vectors) if self.config.transformer.pose else None
         cos, sin = self._rope.seek(lane.next_frame)
 
         def attend_at(layer: int) -> Attend:
@@ -324,8 +330,8 @@ class EmbeddedWorld:
             return functools.partial(attend, layer, clean=clean)
 
         if self._graphed is not None:
-            return self._graphed[0](latents, shared, head, attend_at)
-        return self._transformer(latents, shared, head, cos, sin, attend_at)
+            return self._graphed[0](latents, shared, head, attend_at, pose)
+        return self._transformer(latents, shared, head, cos, sin, attend_at, pose=pose)
 
     def _attention_kernels(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU without cuDNN's attention: it plans anew for every length of history, 0.5 ms
@@ -342,6 +348,17 @@ class EmbeddedWorld:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         levels = torch.full((len(vectors),), sigma, device=self.device)
         return self._transformer.condition(levels, torch.tensor(vectors, device=self.device))
+
+    def _make_pose(self, walk: Walk, vectors: tuple[KeyVector, ...]) -> torch.Tensor:
+        """Features of a chunk's tokens; the walk goes on from the session's start for good, so an
+        evicted history takes nothing with it. Built on the CPU, in float32, everywhere."""
+        poses = torch.from_numpy(as_array(follow(walk, vectors)[0]))
+        return pose_features(poses, self.config.transformer.grid[1]).to(self.device)
+
+
+def _walk(lane: LaneState) -> Walk:
+    walk = lane.extra.get(POSE, START)
+    return cast(Walk, walk)
 
 
 def _bytes_of(*models: torch.nn.Module) -> int:

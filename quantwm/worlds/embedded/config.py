@@ -15,7 +15,7 @@ KEYS = ("w", "s", "a", "d", "left", "right")
 class TransformerConfig:
     """The causal chunk-autoregressive transformer.
 
-    With the shipped sizes: 18.1 million parameters, 48 tokens a frame, 192 a chunk.
+    With the shipped sizes: 18.2 million parameters, 48 tokens a frame, 192 a chunk.
     """
 
     layers: int = 10
@@ -30,6 +30,7 @@ class TransformerConfig:
     patch: int = 2
     rope_theta: float = 10000.0
     sigma_features: int = 256
+    pose: bool = False  # whether tokens are told heading and position reckoned from the keys
 
     def __post_init__(self) -> None:
         if self.latent_height % self.patch or self.latent_width % self.patch:
@@ -93,7 +94,7 @@ class EmbeddedConfig:
     train_frames is the longest context seen in training, in frames; the default window.
     """
 
-    transformer: TransformerConfig = field(default_factory=TransformerConfig)
+    transformer: TransformerConfig = field(default_factory=lambda: TransformerConfig(pose=True))
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     context_frames: int = 16
@@ -131,7 +132,7 @@ PRESETS: dict[str, EmbeddedConfig] = {
     "tiny": EmbeddedConfig(
         transformer=TransformerConfig(
             layers=2, width=64, heads=2, head_dim=64, ffn=128, latent_height=4, latent_width=6,
-            sigma_features=32,
+            sigma_features=32, pose=True,
         ),
         autoencoder=AutoencoderConfig(
             encoder_widths=(8, 16, 16), decoder_widths=(8, 16, 16),

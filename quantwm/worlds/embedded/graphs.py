@@ -15,6 +15,7 @@ import torch
 
 from quantwm.worlds.capture import Capture, Captured
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
+from quantwm.worlds.embedded.pose import FEATURES
 from quantwm.worlds.embedded.transformer import Attend, Transformer
 
 
@@ -31,6 +32,7 @@ class GraphedTransformer:
         self._latents = torch.zeros(frames, *config.latent_shape, **like)
         self._shared = torch.zeros(frames, 6, width, **like)
         self._head = torch.zeros(frames, 1, width, **like)
+        self._pose = torch.zeros(frames, config.grid[1], FEATURES, **like) if config.pose else None
         self._attended = torch.zeros(
             config.heads, config.tokens_per_chunk, config.head_dim,
             device=weight.device, dtype=weight.dtype,
@@ -47,11 +49,14 @@ class GraphedTransformer:
         shared: torch.Tensor,
         head: torch.Tensor,
         attend_at: Callable[[int], Attend],
+        pose: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Transformer.forward`; q, k and v are valid until the next call, so attend copies."""
         self._latents.copy_(latents)
         self._shared.copy_(shared)
         self._head.copy_(head)
+        if self._pose is not None and pose is not None:
+            self._pose.copy_(pose)
         for layer, ((_, *qkv), replay) in enumerate(self._parts[:-1]):
             replay()
             self._attended.copy_(attend_at(layer)(*qkv))
@@ -63,7 +68,7 @@ class GraphedTransformer:
         """Block layer - 1 after its attention, then block `layer` before its own: x, q, k, v."""
         model, blocks = self._model, self._model.blocks
         if layer == 0:
-            x = model.enter(self._latents)
+            x = model.enter(self._latents, pose=self._pose)
         else:
             x = self._parts[layer - 1][0][0]
             x = blocks[layer - 1].after(x, self._attended, self._modulation(layer - 1))

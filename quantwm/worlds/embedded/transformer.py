@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantwm.worlds.embedded.config import KEYS, TransformerConfig
+from quantwm.worlds.embedded.pose import FEATURES
 from quantwm.worlds.embedded.rope import apply_rope
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,6 +123,7 @@ class Transformer(nn.Module):
         self.keys_in = nn.Sequential(
             nn.Linear(len(KEYS), width), nn.SiLU(), nn.Linear(width, width)
         )
+        self.pose_in = nn.Linear(FEATURES, width, bias=False) if config.pose else None
         self.project = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.head_table = nn.Parameter(torch.zeros(2, width))
@@ -134,7 +136,10 @@ class Transformer(nn.Module):
                 std = module.in_features**-0.5
                 with torch.no_grad():
                     module.weight.normal_(0.0, std, generator=generator)
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        if self.pose_in is not None:
+            nn.init.zeros_(self.pose_in.weight)
         nn.init.zeros_(self.project.weight)
         nn.init.zeros_(self.patch_out.weight)
         for block in self.blocks:
@@ -181,23 +186,31 @@ class Transformer(nn.Module):
         sin: torch.Tensor,
         attend_at: Callable[[int], Attend],
         residual_dtype: torch.dtype = torch.float32,
+        pose: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Clean prediction, float32, shaped as latents [..., frames, C, H, W].
 
-        shared, head: from `condition`; cos, sin: [frames * tokens_per_frame, head_dim];
+        shared, head: from `condition`; cos, sin: [frames * tokens_per_frame, head_dim]; pose:
+        from `pose_features`, [..., frames, columns, FEATURES], None where it is unknown;
         attend_at: layer -> its attention. (Not one function of the layer: the compiler would then
         build every block of the training run anew.)
         """
-        x = self.enter(latents, residual_dtype)
+        x = self.enter(latents, residual_dtype, pose)
         for layer, block in enumerate(self.blocks):
             x = block(x, shared + block.table.float(), cos, sin, attend_at(layer))
         return self.leave(x, head)
 
     def enter(
-        self, latents: torch.Tensor, residual_dtype: torch.dtype = torch.float32
+        self,
+        latents: torch.Tensor,
+        residual_dtype: torch.dtype = torch.float32,
+        pose: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Latents [..., frames, C, H, W] -> residual stream [..., frames, tokens, width]."""
         x = self.patch_in(self.patchify(latents).to(self.patch_in.weight.dtype))
+        if pose is not None and self.pose_in is not None:
+            told = self.pose_in(pose.to(self.pose_in.weight.dtype)).unsqueeze(-3)
+            x = (x.unflatten(-2, self.config.grid) + told).flatten(-3, -2)
         return x.to(residual_dtype)
 
     def leave(self, x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
