@@ -2,44 +2,99 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
 
+from quantwm import video_reader
 from quantwm.errors import UserError
+from quantwm.video_reader import (
+    check_file,
+    has_pyav,
+    is_video,
+    iter_video,
+    one_line,
+    read_video,
+    require_pyav,
+)
 
 MAX_PICTURE_BYTES = 32 * 2**20
-MAX_VIDEO_BYTES = 4 * 2**30
-"""A lossless 128 x 96 recording needs about 20 kB a frame: 60 hours of driving stay below this."""
-MAX_PIXELS = 3840 * 2160
-"""Largest picture that is decoded; checked in the header, before any pixel is."""
-MAX_VIDEO_FRAMES = 200_000
-
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
-# Container by its first bytes. The demuxer is forced to what was recognised: left to guess, FFmpeg
-# takes a text file for a playlist and opens the addresses in it.
-_EBML = b"\x1a\x45\xdf\xa3"
-_NO_PYAV = "reading and writing video needs PyAV; install it with: pip install av"
-
-
-def has_pyav() -> bool:
-    """Whether PyAV is installed, which imageio needs for video."""
-    return importlib.util.find_spec("av") is not None
+__all__ = [
+    "LosslessWriter",
+    "PreviewWriter",
+    "fit",
+    "has_pyav",
+    "is_video",
+    "iter_video",
+    "read_picture",
+    "read_start",
+    "read_video",
+    "require_pyav",
+]
 
 
 class _Writer:
-    """Closing, common to both writers; `_stream` is the file being written."""
+    """One encoded stream: frames in, packets to a file, nothing held but what the encoder holds."""
 
-    _stream: _Stream
+    def __init__(
+        self,
+        path: Path,
+        fps: float,
+        container: str,
+        codec: str,
+        pixel_format: str,
+        options: Mapping[str, str],
+        codec_options: Mapping[str, str],
+        gop: int,
+    ) -> None:
+        require_pyav()
+        import av
+
+        self.path = path
+        self._file: Any = av.open(path, "w", format=container, options=dict(options))
+        self._rate = Fraction(fps).limit_denominator(60_060)
+        self._stream: Any = self._file.add_stream(
+            codec, rate=self._rate, options=dict(codec_options)
+        )
+        self._stream.pix_fmt, self._stream.gop_size = pixel_format, gop
+        self._shape: tuple[int, ...] | None = None
+        self._count = 0
+
+    def _encode(self, frames: np.ndarray) -> None:
+        import av
+
+        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+            raise UserError(f"frames are uint8 [T, H, W, 3], got {frames.dtype} {frames.shape}")
+        if self._shape not in (None, frames.shape[1:]):
+            raise UserError(f"this video holds frames of {self._shape}, got {frames.shape[1:]}")
+        if self._shape is None:
+            self._shape = frames.shape[1:]
+            self._stream.height, self._stream.width = frames.shape[1:3]
+        for picture in frames:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            frame.pts, frame.time_base = self._count, 1 / self._rate
+            self._count += 1
+            for packet in self._stream.encode(frame):
+                self._put(packet)
 
     def close(self) -> None:
         """Finish the file; a second call does nothing."""
-        self._stream.close()
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            if self._shape is not None:  # an encoder that saw no frame has nothing to flush
+                for packet in self._stream.encode(None):
+                    file.mux(packet)
+        finally:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -52,22 +107,66 @@ class _Writer:
     ) -> None:
         self.close()
 
+    def _put(self, packet: Any) -> None:
+        self._file.mux(packet)
+
 
 class LosslessWriter(_Writer):
-    """Streams frames into a Matroska file as FFV1, bit-exact RGB; holds one frame at a time.
+    """Streams frames into a Matroska file as FFV1, bit-exact RGB; holds a few packets at a time.
 
     FFV1 codes every frame by itself, so a file that was cut off is readable up to the cut.
     """
 
+    HELD = 8
+    """Packets kept beside the file: the muxer holds one back until the next frame comes."""
+
     def __init__(self, path: Path, fps: float) -> None:
-        require_pyav()
         # Clusters of at most 0.1 s and no muxer buffer: a killed process loses a frame or two.
         options = {"flush_packets": "1", "cluster_time_limit": "100"}
-        self._stream = _Stream(path, "ffv1", "bgr0", fps, options, gop=1)
+        super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, {}, gop=1)
+        self._held: deque[bytes] = deque(maxlen=self.HELD)
 
     def write(self, frames: np.ndarray) -> None:
         """Append frames, uint8 [T, H, W, 3]."""
-        self._stream.write(frames)
+        self._encode(frames)
+
+    def copy_to(self, target: Path) -> None:
+        """A finished file with all frames written so far, while this one goes on. No re-encoding.
+
+        Raises:
+            OSError: the disk is full, or the file lost more than the packets that are held.
+        """
+        import av
+
+        if self._count == 0:
+            return
+        with (
+            av.open(self.path, "r", format="matroska") as source,
+            av.open(target, "w", format="matroska") as copy,
+        ):
+            stream = copy.add_stream_from_template(source.streams.video[0])
+            found = 0
+            for packet in source.demux(video=0):
+                if packet.size:
+                    self._append(copy, stream, bytes(packet), found)
+                    found += 1
+            missing = self._count - found
+            if missing > len(self._held):
+                raise OSError(f"{self.path.name} holds {found} of {self._count} frames")
+            for offset, data in enumerate(list(self._held)[len(self._held) - missing :]):
+                self._append(copy, stream, data, found + offset)
+
+    def _put(self, packet: Any) -> None:
+        self._held.append(bytes(packet))
+        super()._put(packet)
+
+    def _append(self, copy: Any, stream: Any, data: bytes, number: int) -> None:
+        import av
+
+        packet = av.Packet(data)
+        packet.stream, packet.time_base, packet.is_keyframe = stream, 1 / self._rate, True
+        packet.pts = packet.dts = number
+        copy.mux(packet)
 
 
 class PreviewWriter(_Writer):
@@ -80,12 +179,10 @@ class PreviewWriter(_Writer):
     MIN_PANE_WIDTH = 256  # narrower panes are enlarged so that a caption fits
 
     def __init__(self, path: Path, fps: float) -> None:
-        require_pyav()
         options = {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"}
+        quality = {"crf": "18", "preset": "veryfast"}
         gop = max(1, round(fps))
-        self._stream = _Stream(
-            path, "libx264", "yuv420p", fps, options, gop, {"crf": "18", "preset": "veryfast"}
-        )
+        super().__init__(path, fps, "mp4", "libx264", "yuv420p", options, quality, gop)
 
     def write(self, lanes: Sequence[np.ndarray], captions: Sequence[tuple[str, str]]) -> None:
         """Append one chunk: per lane uint8 [T, H, W, 3] and its two caption lines."""
@@ -100,42 +197,7 @@ class PreviewWriter(_Writer):
             row = np.concatenate(panes, axis=1)
             # yuv420p halves the colour planes: odd sizes are cut by one pixel
             row = row[: row.shape[0] // 2 * 2, : row.shape[1] // 2 * 2]
-            self._stream.write(row[None])
-
-
-def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.ndarray]:
-    """Frames of a video file one by one, uint8 [H, W, 3]; at most max_frames.
-
-    Raises:
-        UserError: missing, too large or unreadable file; the text names it and the limit.
-    """
-    require_pyav()
-    import av
-    import imageio.v3 as iio
-
-    container = _sniff_video(path)
-    try:
-        with iio.imopen(path, "r", plugin="pyav", format=container) as file:
-            height, width = file.properties(index=...).shape[1:3]
-            if height * width > MAX_PIXELS:
-                raise UserError(
-                    f"{path.name} is {width} x {height}, at most {MAX_PIXELS:,} pixels are read"
-                )
-            for index, frame in enumerate(file.iter()):
-                if index >= max_frames:
-                    return
-                yield frame
-    except (av.FFmpegError, OSError, IndexError, RuntimeError) as error:
-        # a file cut off in mid-frame ends here after its last whole frame
-        raise UserError(f"{path.name} cannot be read as a video: {_one_line(error)}") from error
-
-
-def read_video(path: Path, max_frames: int) -> np.ndarray:
-    """The first max_frames frames of a video, uint8 [T, H, W, 3]. Raises like `iter_video`."""
-    frames = list(iter_video(path, max_frames))
-    if not frames:
-        raise UserError(f"{path.name} holds no frame")
-    return np.stack(frames)
+            self._encode(row[None])
 
 
 def read_picture(path: Path) -> np.ndarray:
@@ -143,27 +205,22 @@ def read_picture(path: Path) -> np.ndarray:
     import imageio.v3 as iio
     from PIL import Image, UnidentifiedImageError
 
-    _check_file(path, MAX_PICTURE_BYTES)
+    check_file(path, MAX_PICTURE_BYTES)
     known = ", ".join(PICTURE_FORMATS)
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as header:
             width, height = header.size
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise UserError(f"{path.name} cannot be read as a picture; use one of {known}") from error
-    if width * height > MAX_PIXELS:
+    if width * height > video_reader.MAX_PIXELS:
         raise UserError(
-            f"{path.name} is {width} x {height}, at most {MAX_PIXELS:,} pixels are read"
+            f"{path.name} is {width} x {height}, "
+            f"at most {video_reader.MAX_PIXELS:,} pixels are read"
         )
     try:
         return np.asarray(iio.imread(path, plugin="pillow", mode="RGB", rotate=True))
     except (OSError, ValueError, SyntaxError) as error:
-        raise UserError(f"{path.name} is damaged: {_one_line(error)}") from error
-
-
-def is_video(path: Path) -> bool:
-    """Whether a file begins like a video container that `iter_video` reads."""
-    with path.open("rb") as file:
-        return _container(file) is not None
+        raise UserError(f"{path.name} is damaged: {one_line(error)}") from error
 
 
 def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
@@ -172,7 +229,7 @@ def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
     size: (width, height). Returns uint8 [T, H, W, 3]; T is 1 for a picture and at most `frames`
     for a video.
     """
-    _check_file(path, MAX_VIDEO_BYTES)
+    check_file(path, video_reader.MAX_VIDEO_BYTES)
     pictures = read_video(path, frames) if is_video(path) else read_picture(path)[None]
     return np.stack([fit(picture, size) for picture in pictures])
 
@@ -191,59 +248,6 @@ def fit(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.asarray(Image.fromarray(cropped).resize(size, Image.Resampling.LANCZOS))
 
 
-class _Stream:
-    """One encoded stream written through imageio's PyAV plugin."""
-
-    def __init__(
-        self,
-        path: Path,
-        codec: str,
-        pixel_format: str,
-        fps: float,
-        options: dict[str, str],
-        gop: int,
-        codec_options: dict[str, str] | None = None,
-    ) -> None:
-        import imageio.v3 as iio
-
-        self._file: Any = iio.imopen(path, "w", plugin="pyav", options=options)
-        self._file.init_video_stream(
-            codec, fps=float(fps), pixel_format=pixel_format, max_keyframe_interval=gop
-        )
-        # imageio has no argument for encoder options; they are set before the first frame
-        self._file._video_stream.options = codec_options or {}
-        self._shape: tuple[int, ...] | None = None
-
-    def write(self, frames: np.ndarray) -> None:
-        if frames.dtype != np.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
-            raise UserError(f"frames are uint8 [T, H, W, 3], got {frames.dtype} {frames.shape}")
-        if self._shape not in (None, frames.shape[1:]):
-            raise UserError(f"this video holds frames of {self._shape}, got {frames.shape[1:]}")
-        self._shape = frames.shape[1:]
-        for frame in frames:
-            self._file.write_frame(frame)
-        # imageio writes through a buffered Python file: flushed, so that a kill loses little
-        self._file.request.get_file().flush()
-
-    def close(self) -> None:
-        file, self._file = self._file, None
-        if file is None:
-            return
-        if self._shape is None:
-            file._video_stream = None  # an encoder that saw no frame has nothing to flush
-        try:
-            file.close()
-        finally:
-            # imageio closes again when it collects the file; after a failure that only makes noise
-            file.close = lambda: None
-
-
-def require_pyav() -> None:
-    """UserError that names the package when PyAV is missing."""
-    if not has_pyav():
-        raise UserError(_NO_PYAV)
-
-
 def _caption(lines: tuple[str, str], width: int, height: int) -> np.ndarray:
     from PIL import Image, ImageDraw, ImageFont
 
@@ -253,35 +257,3 @@ def _caption(lines: tuple[str, str], width: int, height: int) -> np.ndarray:
     draw.text((6, 3), lines[0], fill=(255, 255, 255), font=font)
     draw.text((6, 20), lines[1], fill=(176, 186, 200), font=font)
     return np.asarray(bar)
-
-
-def _container(file: BinaryIO) -> str | None:
-    head = file.read(12)
-    if head[:4] == _EBML:
-        return "matroska"
-    if head[4:8] == b"ftyp":
-        return "mov"
-    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
-        return "avi"
-    return None
-
-
-def _sniff_video(path: Path) -> str:
-    _check_file(path, MAX_VIDEO_BYTES)
-    with path.open("rb") as file:
-        container = _container(file)
-    if container is None:
-        raise UserError(f"{path.name} is not a video; use .mkv, .webm, .mp4, .mov or .avi")
-    return container
-
-
-def _check_file(path: Path, limit: int) -> None:
-    if not path.is_file():
-        raise UserError(f"no such file: {path}")
-    size = path.stat().st_size
-    if size > limit:
-        raise UserError(f"{path.name} has {size:,} bytes, at most {limit:,} are read")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import quantwm.video as video
+import quantwm.video_reader as video_reader
 from quantwm.errors import UserError
 
 pytest.importorskip("av")
@@ -93,7 +94,7 @@ def test_writer_without_frames_closes(tmp_path):
 
 
 def test_missing_pyav_names_the_package(tmp_path, monkeypatch):
-    monkeypatch.setattr(video, "has_pyav", lambda: False)
+    monkeypatch.setattr(video_reader, "has_pyav", lambda: False)
     with pytest.raises(UserError, match="pip install av"):
         video.LosslessWriter(tmp_path / "a.mkv", 8)
     with pytest.raises(UserError, match="pip install av"):
@@ -128,10 +129,10 @@ def test_caps_hold_before_decoding(tmp_path, monkeypatch):
     with video.LosslessWriter(tmp_path / "a.mkv", 8) as writer:
         writer.write(noise(6, 8, 8))
     assert len(video.read_video(tmp_path / "a.mkv", 4)) == 4
-    monkeypatch.setattr(video, "MAX_PIXELS", 63)
+    monkeypatch.setattr(video_reader, "MAX_PIXELS", 63)
     with pytest.raises(UserError, match="at most 63 pixels"):
         video.read_video(tmp_path / "a.mkv", 4)
-    monkeypatch.setattr(video, "MAX_VIDEO_BYTES", 10)
+    monkeypatch.setattr(video_reader, "MAX_VIDEO_BYTES", 10)
     with pytest.raises(UserError, match="at most 10 are read"):
         video.read_video(tmp_path / "a.mkv", 4)
 
@@ -161,6 +162,6 @@ def test_broken_pictures(tmp_path, monkeypatch):
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="damaged"):
         video.read_start(tmp_path / "cut.png", (8, 8), 1)
-    monkeypatch.setattr(video, "MAX_PIXELS", 100)
+    monkeypatch.setattr(video_reader, "MAX_PIXELS", 100)
     with pytest.raises(UserError, match="at most 100 pixels"):
         video.read_start(tmp_path / "b.png", (8, 8), 1)

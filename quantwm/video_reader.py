@@ -1,0 +1,217 @@
+"""Reads video files that may come from anybody: bounded, frame by frame, upright, RGB."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from quantwm.errors import UserError
+
+MAX_VIDEO_BYTES = 4 * 2**30
+"""A lossless 128 x 96 recording needs about 20 kB a frame: 60 hours of driving stay below this."""
+MAX_PIXELS = 3840 * 2160
+"""Largest picture that is decoded; checked in the header, before any pixel is."""
+MAX_VIDEO_FRAMES = 200_000
+
+# Container by its first bytes. The demuxer is forced to what was recognised: left to guess, FFmpeg
+# takes a text file for a playlist and opens the addresses in it.
+_EBML = b"\x1a\x45\xdf\xa3"
+_NO_PYAV = "reading and writing video needs PyAV; install it with: pip install av"
+
+UNEVEN = 0.25
+"""A file has a variable frame rate where a step between frames differs from the median by more than
+this share of it: timestamps in milliseconds alone move a step of 1/60 s by 4%."""
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """What a video's container says and its timestamps show; no pixel is decoded to know it.
+
+    Attributes:
+        size: (width, height) upright, after the rotation that the file asks for.
+        rate: frames a second, of the timestamps' median step; None for a single frame.
+        frames: packets of the video stream. variable_rate: steps between frames differ.
+        pixel_format, codec: FFmpeg's names. rotation: degrees counter-clockwise, 0, 90, 180, 270.
+    """
+
+    name: str
+    size: tuple[int, int]
+    rate: float | None
+    frames: int
+    variable_rate: bool
+    pixel_format: str
+    codec: str
+    rotation: int
+
+    @property
+    def pixels(self) -> int:
+        """Of all frames together."""
+        return self.frames * self.size[0] * self.size[1]
+
+
+def has_pyav() -> bool:
+    """Whether PyAV is installed."""
+    return importlib.util.find_spec("av") is not None
+
+
+def require_pyav() -> None:
+    """UserError that names the package when PyAV is missing."""
+    if not has_pyav():
+        raise UserError(_NO_PYAV)
+
+
+def probe_video(path: Path) -> VideoFacts:
+    """Facts about a file, from its packets: one frame is decoded, for its rotation.
+
+    Raises:
+        UserError: missing, too large, not a video, without a video stream, or unreadable.
+    """
+    with _opened(path) as (container, stream):
+        times = [p.pts for p in container.demux(stream) if p.size and p.pts is not None]
+        base = float(stream.time_base or 1)
+    steps = np.diff(np.sort(np.asarray(times, dtype=np.float64))) * base
+    step = float(np.median(steps)) if len(steps) else 0.0
+    with _opened(path) as (container, stream):
+        frame = next(_decoded(path, container, stream), None)
+        if frame is None:
+            raise UserError(f"{path.name} holds no frame")
+        turned = _turns(frame)
+        size = (frame.width, frame.height) if turned % 2 == 0 else (frame.height, frame.width)
+        return VideoFacts(
+            name=path.name,
+            size=size,
+            rate=1 / step if step > 0 else None,
+            frames=len(times),
+            variable_rate=step > 0 and bool((np.abs(steps - step) > UNEVEN * step).any()),
+            pixel_format=str(stream.codec_context.pix_fmt),
+            codec=str(stream.codec_context.name),
+            rotation=turned * 90,
+        )
+
+
+def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.ndarray]:
+    """Frames of a video file one by one, uint8 [H, W, 3], upright; at most max_frames.
+
+    Any pixel format becomes 8-bit RGB. A rotation that the file asks for is applied.
+
+    Raises:
+        UserError: missing, too large or unreadable file, a frame that is damaged or of another
+            size than the first; the text names it and the limit.
+    """
+    with _opened(path) as (container, stream):
+        shape: tuple[int, ...] | None = None
+        for index, frame in enumerate(_decoded(path, container, stream)):
+            if index >= max_frames:
+                return
+            picture = np.rot90(frame.to_ndarray(format="rgb24"), _turns(frame))
+            if shape not in (None, picture.shape):
+                raise UserError(
+                    f"{path.name} changes its size at frame {index}; all frames must have one size"
+                )
+            shape = picture.shape
+            yield np.ascontiguousarray(picture)
+
+
+def read_video(path: Path, max_frames: int) -> np.ndarray:
+    """The first max_frames frames of a video, uint8 [T, H, W, 3]. Raises like `iter_video`."""
+    frames = list(iter_video(path, max_frames))
+    if not frames:
+        raise UserError(f"{path.name} holds no frame")
+    return np.stack(frames)
+
+
+def is_video(path: Path) -> bool:
+    """Whether a file begins like a video container that `iter_video` reads."""
+    with path.open("rb") as file:
+        return _container(file) is not None
+
+
+def check_file(path: Path, limit: int) -> None:
+    """UserError unless the file exists and is no larger than limit, in bytes."""
+    if not path.is_file():
+        raise UserError(f"no such file: {path}")
+    size = path.stat().st_size
+    if size > limit:
+        raise UserError(f"{path.name} has {size:,} bytes, at most {limit:,} are read")
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text as one line of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """Container and video stream, with every failure as one line."""
+    require_pyav()
+    import av
+
+    kind = _sniff_video(path)
+    try:
+        with av.open(path, "r", format=kind) as container:
+            if not container.streams.video:
+                raise UserError(f"{path.name} holds no video stream; name a file with pictures")
+            stream = container.streams.video[0]
+            width, height = stream.codec_context.width, stream.codec_context.height
+            if width < 1 or height < 1:
+                raise UserError(f"{path.name} cannot be read as a video: it gives no size")
+            if width * height > MAX_PIXELS:
+                raise UserError(
+                    f"{path.name} is {width} x {height}, at most {MAX_PIXELS:,} pixels are read"
+                )
+            yield container, stream
+    except (av.FFmpegError, OSError, IndexError, RuntimeError) as error:
+        raise UserError(f"{path.name} cannot be read as a video: {one_line(error)}") from error
+
+
+def _decoded(path: Path, container: Any, stream: Any) -> Iterator[Any]:
+    """Frames in order; UserError with the number of the first one that is damaged."""
+    import av
+
+    count = 0
+    try:
+        for frame in container.decode(stream):
+            if frame.is_corrupt:
+                raise UserError(_damaged(path, count))
+            yield frame
+            count += 1
+    except av.FFmpegError as error:
+        # a file cut off in mid-frame ends here after its last whole frame
+        raise UserError(f"{_damaged(path, count)} ({one_line(error)})") from error
+
+
+def _damaged(path: Path, count: int) -> str:
+    if count == 0:
+        return f"{path.name} cannot be read as a video: its first frame is damaged"
+    return f"{path.name} is damaged at frame {count}; the {count} frames before it can be read"
+
+
+def _turns(frame: Any) -> int:
+    """Quarter turns counter-clockwise that bring a frame upright, 0 to 3."""
+    return round(frame.rotation / 90) % 4
+
+
+def _container(file: BinaryIO) -> str | None:
+    head = file.read(12)
+    if head[:4] == _EBML:
+        return "matroska"
+    if head[4:8] == b"ftyp":
+        return "mov"
+    if head[:4] == b"RIFF" and head[8:12] == b"AVI ":
+        return "avi"
+    return None
+
+
+def _sniff_video(path: Path) -> str:
+    check_file(path, MAX_VIDEO_BYTES)
+    with path.open("rb") as file:
+        container = _container(file)
+    if container is None:
+        raise UserError(f"{path.name} is not a video; use .mkv, .webm, .mp4, .mov or .avi")
+    return container
