@@ -1,0 +1,190 @@
+"""The inspector in headless Chromium: real keys and pointers, pictures compared byte by byte."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_engine import read_bar_code
+from test_browser import browser, open_page, server, until  # noqa: F401
+from test_inspector_clips import random_frames, write_video
+
+pytestmark = pytest.mark.browser
+
+SHOWN = """() => [...document.querySelectorAll('.pane canvas')].map((canvas) => {
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+  return { width: canvas.width, height: canvas.height, data: [...data.data] };
+})"""
+
+
+def pictures(frame) -> list[np.ndarray]:
+    """What the panes show, at the panes' own size."""
+    return [
+        np.array(one["data"], np.uint8).reshape(one["height"], one["width"], 4)[..., :3]
+        for one in frame.evaluate(SHOWN)
+    ]
+
+
+def reduced(picture: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """A pane's picture by one sample in the middle of each pixel of the video."""
+    width, height = size
+    rows = ((np.arange(height) + 0.5) * picture.shape[0] / height).astype(int)
+    columns = ((np.arange(width) + 0.5) * picture.shape[1] / width).astype(int)
+    return picture[rows][:, columns]
+
+
+def ready(frame, text: str) -> None:
+    until(lambda: text in frame.inner_text('[data-out="title"]'), f"open: {text}")
+
+
+@pytest.fixture
+def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
+    """A page that drove for a moment, and its inspector."""
+    page = open_page()
+    page.click('[data-do="drive"]')
+    page.wait_for_selector('.qwm[data-phase="live"]')
+    page.keyboard.down("w")
+    until(lambda: int(page.inner_text('[data-out="frames"]')) > 20, "twenty frames")
+    page.keyboard.up("w")
+    page.click('[data-do="inspect"]')
+    page.wait_for_selector(".qwm-inspector iframe")
+    until(lambda: len(page.frames) == 2, "the inspector is there")
+    frame = page.frames[-1]
+    ready(frame, "Live run")
+    yield page, frame
+    page.click('[data-do="inspect"]')
+
+
+def numbers(frame) -> list[int]:
+    """The bar code in every pane."""
+    return [read_bar_code(reduced(shown, (128, 96))) for shown in pictures(frame)]
+
+
+def wait_frame(frame, number: int) -> None:
+    until(lambda: numbers(frame) == [number] * 3, f"all lanes show frame {number}")
+
+
+def test_the_last_minute_steps_frame_by_frame_in_lock_step(live) -> None:
+    page, frame = live
+    wait_frame(frame, 0)
+    frame.focus(".panes")
+    for number in (1, 2, 3):
+        page.keyboard.press(".")
+        wait_frame(frame, number)
+    page.keyboard.press(",")
+    wait_frame(frame, 2)
+    assert "Frame 2" in frame.inner_text('[data-out="status"]')
+    page.keyboard.press("]")
+    page.keyboard.press("Space")
+    until(lambda: frame.input_value('[data-in="frame"]') == "0", "the loop goes back to its start")
+    page.keyboard.press("Space")
+    page.keyboard.press("\\")
+    assert "loop" not in frame.inner_text('[data-out="frame"]')
+    until(lambda: "measuring" not in frame.inner_text('[data-out="curve-state"]'), "curves")
+    assert "w" in str(frame.evaluate("document.querySelector('[data-out=values]').innerText"))
+
+
+def test_every_view_shows_what_it_says(live) -> None:
+    page, frame = live
+    frame.focus(".panes")
+    page.keyboard.press(".")
+    wait_frame(frame, 1)
+    side = [reduced(shown, (128, 96)).astype(int) for shown in pictures(frame)]
+    page.keyboard.press("4")
+    until(lambda: len(pictures(frame)) == 2, "two differences")
+    until(lambda: reduced(pictures(frame)[0], (128, 96)).std() > 0, "the difference is drawn")
+    signed = reduced(pictures(frame)[0], (128, 96)).astype(int)
+    brighter = (side[1] - side[0]).sum(axis=2) > 30
+    assert signed[..., 0][brighter].mean() > signed[..., 2][brighter].mean() + 5
+    same = (side[1] == side[0]).all(axis=2)
+    assert (signed[same] == 128).all()
+    page.keyboard.press("2")
+    until(lambda: len(pictures(frame)) == 1, "one wiped picture")
+    wiped = reduced(pictures(frame)[0], (128, 96)).astype(int)
+    assert (wiped[:, :63] == side[0][:, :63]).all() and (wiped[:, 65:] == side[1][:, 65:]).all()
+    page.keyboard.press("5")
+    until(lambda: len(pictures(frame)) == 3, "changes of three lanes")
+    still, noisy = (reduced(pictures(frame)[lane], (128, 96))[10:80].mean() for lane in (0, 1))
+    assert noisy > still + 5
+
+
+def test_blinking_is_off_until_asked_and_slow(live) -> None:
+    page, frame = live
+    frame.focus(".panes")
+    page.keyboard.press("3")
+    label = ".pane small"
+    first = frame.inner_text(label)
+    time.sleep(0.8)
+    assert frame.inner_text(label) == first
+    frame.select_option('[data-in="rate"]', "3")
+    frame.check('[data-in="blink"]')
+    changes, before, end = 0, first, time.monotonic() + 2.0
+    while time.monotonic() < end:
+        now = frame.inner_text(label)
+        changes, before = changes + (now != before), now
+        time.sleep(0.02)
+    assert 1 <= changes <= 7  # 2 s at most 3 a second, and one at the edge
+
+
+def test_pixels_zoom_and_slices_by_pointer(live) -> None:
+    page, frame = live
+    wait_frame(frame, 0)
+    canvas = frame.locator(".pane canvas").nth(1)
+    canvas.hover(position={"x": 40, "y": 40})
+    until(lambda: "R " in frame.inner_text('[data-out="loupe"]'), "values under the pointer")
+    place = frame.inner_text('[data-out="at"]')
+    frame.focus(".panes")
+    page.keyboard.press("ArrowRight")
+    assert frame.inner_text('[data-out="at"]') != place
+    page.keyboard.press("+")
+    zoomed = pictures(frame)
+    assert len({shown.shape for shown in zoomed}) == 1
+    frame.click('[data-do="fit"]')
+    wait_frame(frame, 0)
+    frame.click('label:has(input[value="slice"])')
+    before = frame.get_attribute(".slices canvas", "aria-label")
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + 10, box["y"] + 10)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 60, box["y"] + 30)
+    page.mouse.up()
+    until(lambda: frame.get_attribute(".slices canvas", "aria-label") != before, "a new slice")
+
+
+def test_a_patch_without_a_model_is_refused_in_words(live) -> None:
+    _, frame = live
+    frame.click('label:has(input[value="patch"])')
+    frame.locator(".pane canvas").first.click(position={"x": 20, "y": 20})
+    until(
+        lambda: "does not show which tokens" in frame.inner_text('[data-out="tokens-text"]'),
+        "the answer of an engine that cannot tell",
+    )
+
+
+def test_videos_of_any_origin_are_exact_on_the_screen(
+    open_page: Callable[..., object],  # noqa: F811
+    server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    a, b = random_frames(5), random_frames(5, seed=1)
+    files = [write_video(tmp_path / "a.mkv", a), write_video(tmp_path / "b.mkv", b)]
+    page = open_page()
+    page.goto(server.url + "inspect")
+    page.wait_for_selector('[data-do="files"]')
+    page.set_input_files('[data-in="files"]', [str(path) for path in files])
+    ready(page, "a.mkv | b.mkv")
+    for number in range(3):
+        until(
+            lambda n=number: all(
+                (reduced(shown, (16, 12)) == lane[n]).all()
+                for shown, lane in zip(pictures(page), (a, b), strict=True)
+            ),
+            f"the very bytes of frame {number}",
+        )
+        page.keyboard.press(".")
+    page.set_input_files('[data-in="files"]', [str(files[0])])
+    until(lambda: "two to 4 videos" in page.inner_text(".message"), "one line")
+    ready(page, "a.mkv | b.mkv")
