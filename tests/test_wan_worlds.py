@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +23,9 @@ from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
 from quantwm.worlds import registry
+from quantwm.worlds import room as rooms
 from quantwm.worlds.registry import load_world, world_presence, world_spec
-from quantwm.worlds.wan import catalog, files, memory_frames, memory_world, needs
+from quantwm.worlds.wan import catalog, downloads, files, memory_frames, memory_world, needs
 from quantwm.worlds.wan import world as world_module
 from quantwm.worlds.wan.clip import canonical_clip
 from quantwm.worlds.wan.umt5 import Umt5Encoder
@@ -244,13 +247,27 @@ def test_download_fetches_what_is_missing_with_progress(
 
     def fetch(repo: str, allow_patterns: list[str], local_dir: Path) -> None:
         asked.append((repo, allow_patterns[0]))
+        (local_dir / allow_patterns[0]).write_bytes(kept[: len(kept) // 2])
+        time.sleep(0.1)
         (local_dir / allow_patterns[0]).write_bytes(kept)
 
+    class Api:
+        def model_info(self, repo: str, files_metadata: bool):
+            names = {entry.parts["vae"].path: len(kept), "another.bin": 10**9}
+            return SimpleNamespace(
+                siblings=[SimpleNamespace(rfilename=n, size=s) for n, s in names.items()]
+            )
+
     monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(hub, "HfApi", Api)
+    monkeypatch.setattr(downloads, "LOOK_SECONDS", 0.01)
     stages: list[tuple[str, float]] = []
     registry.download_world("tiny", agreed=True, progress=lambda *stage: stages.append(stage))
     assert asked == [(entry.parts["vae"].repo, entry.parts["vae"].path)]
     assert stages[-1][1] == 1.0 and "vae" in stages[0][0]
+    shares = [share for _, share in stages[:-1]]
+    assert any(0.4 < share < 0.6 for share in shares), "half had arrived for a while"
+    assert shares == sorted(shares)
     assert world_presence("tiny").present
 
 
@@ -281,14 +298,24 @@ def test_bad_pictures_and_prompts_are_one_line(tiny: str) -> None:
 
 def test_every_entry_is_listed_and_its_needs_are_known() -> None:
     assert set(catalog.ENTRIES) == set(registry.WORLDS) - {"embedded"}
-    for entry in catalog.ENTRIES.values():
-        found = needs.needs(entry)
-        assert found.weights["transformer"] == 2 * sum(
+    lanes = ("bf16", "qvg", "quantwm")
+    for name, entry in catalog.ENTRIES.items():
+        found = needs.room(entry, lanes)
+        weights = needs.weights_by_part(entry)
+        assert weights["transformer"] == 2 * sum(
             p.numel() for p in needs.on_meta(lambda e=entry: needs.CausalWan(e.config)).parameters()
         )
+        assert found.weights == sum(weights.values()) > found.least > 0
         assert found.caches["quantwm"] < found.caches["bf16"]
-        assert needs.advice(entry, 2**41) is None
-        smallest = found.total(("quantwm",))
-        assert "quantwm" in needs.advice(entry, smallest)
-        assert "smaller world" in needs.advice(entry, smallest - 1)
+        gpu = torch.device("cuda")
+        fitting = rooms.fit(name, lanes, gpu, 2**41)
+        assert (fitting.lanes, fitting.offload, fitting.advice) == (lanes, False, None)
+        leanest = min(found.caches.values())
+        some = rooms.fit(name, lanes, gpu, found.weights + leanest)
+        assert len(some.lanes) == 1 and not some.offload
+        assert f"lanes {some.lanes[0]}" in some.advice and "\n" not in some.advice
+        less = rooms.fit(name, lanes, gpu, found.least + leanest)
+        assert less.offload and "--offload blocks" in less.advice
+        nothing = rooms.fit(name, lanes, gpu, found.least + leanest - 1)
+        assert nothing.lanes == () and "smaller world" in nothing.advice
     assert memory_frames.WAN_5B.frames == 16

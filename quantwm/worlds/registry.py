@@ -15,6 +15,7 @@ from quantwm.worlds.base import Scene, World, WorldSpec
 Progress = Callable[[str, float], None]
 """(stage in words, fraction from 0 to 1)."""
 
+OFFLOADS = ("auto", "none", "vae", "blocks")
 _WAN = (
     "causal_forcing",
     "causal_forcing_framewise",
@@ -48,6 +49,26 @@ class Presence:
     problem: str | None = None
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a large world's parts wait, and how its pictures are decoded.
+
+    Attributes:
+        offload: "blocks" keeps the transformer's blocks on the CPU and "vae" the autoencoder,
+            each visiting the device for its work; "auto" does so where memory asks for it.
+        tile: latent cells on a side of what the autoencoder decodes at once, 0 for whole frames.
+    """
+
+    offload: str = "auto"
+    tile: int = 0
+
+    def __post_init__(self) -> None:
+        if self.offload not in OFFLOADS:
+            raise UserError(f"offload is one of {', '.join(OFFLOADS)}, got {self.offload[:40]!r}")
+        if isinstance(self.tile, bool) or not (self.tile == 0 or 16 <= self.tile <= 1024):
+            raise UserError(f"a tile has 16 to 1024 latent cells a side, or 0, got {self.tile!r}")
+
+
 class WorldModule(Protocol):
     """What the module behind a name offers, as functions."""
 
@@ -62,28 +83,34 @@ class WorldModule(Protocol):
 
 def world_spec(name: str) -> WorldSpec:
     """What a world is; nothing is loaded. UserError on an unknown name."""
-    return _module(name).world_spec()
+    return world_module(name).world_spec()
 
 
 def world_scenes(name: str) -> Sequence[Scene]:
     """The start scenes that ship with a world; nothing is loaded."""
-    return _module(name).world_scenes()
+    return world_module(name).world_scenes()
 
 
 def world_presence(name: str) -> Presence:
     """Whether a world's weights are here; nothing is loaded."""
-    return _module(name).presence()
+    return world_module(name).presence()
 
 
 def world_terms(name: str) -> str:
     """What a person must agree to before the weights are downloaded; "" where they are free."""
-    found = getattr(_module(name), "terms", None)
+    found = getattr(world_module(name), "terms", None)
     return "" if found is None else found()
+
+
+def world_prompts(name: str) -> tuple[str, ...]:
+    """Prompts to begin with, the world's own first; () where a world takes none."""
+    found = getattr(world_module(name), "prompts", None)
+    return () if found is None else tuple(found())
 
 
 def download_world(name: str, agreed: bool, progress: Progress | None = None) -> None:
     """Fetch a world's files; UserError where terms are not agreed to, or nothing is to be had."""
-    found = getattr(_module(name), "download", None)
+    found = getattr(world_module(name), "download", None)
     if found is None:
         raise UserError(f"the world {name} is not downloaded; it comes with the repository")
     found(agreed, progress)
@@ -94,12 +121,19 @@ def load_world(
     device: torch.device | str,
     progress: Progress | None = None,
     dtype: torch.dtype | None = None,
+    placement: Placement | None = None,
 ) -> World:
     """Load a world's weights, checked against their hashes. UserError when that fails.
 
     dtype: to compute in, for a replay; None takes the world's own choice for the device.
+    placement: what waits on the CPU and how pictures are decoded; small worlds have no choice.
     """
-    module, device = _module(name), torch.device(device)
+    module, device = world_module(name), torch.device(device)
+    load_at = getattr(module, "load_world_at", None)
+    if placement is not None and load_at is not None:
+        return load_at(device, placement, progress)
+    if placement not in (None, Placement()):
+        raise UserError(f"the world {name} is small: it has nothing to offload and needs no tiles")
     load_as = getattr(module, "load_world_as", None)
     if dtype is None or load_as is None:
         world = module.load_world(device, progress)
@@ -110,7 +144,8 @@ def load_world(
     return world
 
 
-def _module(name: str) -> WorldModule:
+def world_module(name: str) -> WorldModule:
+    """What stands behind a name. UserError on an unknown one."""
     if name not in WORLDS:
         raise UserError(f"unknown world {name[:40]!r}; there are {', '.join(WORLDS)}")
     module, _, attribute = WORLDS[name].partition(":")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -237,6 +238,8 @@ class CausalWan(nn.Module):
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
         self.config = config
+        # Entered around a block's work: where its weights wait on the CPU, they visit.
+        self.visit: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
         width = config.width
         self.patch_embedding = nn.Conv3d(config.in_channels, width, (1, 2, 2), (1, 2, 2))
         self.condition_embedder = ConditionEmbedder(config)
@@ -270,7 +273,11 @@ class CausalWan(nn.Module):
             rows = self.condition_embedder.text_embedder(rows)
         else:
             rows = self.condition_embedder.image_embedder(rows)
-        return tuple(block.attn2.keys_values(rows) for block in self.blocks)
+        found = []
+        for block in self.blocks:
+            with self.visit(block):
+                found.append(block.attn2.keys_values(rows))
+        return tuple(found)
 
     def camera_rows(self, embedding: torch.Tensor) -> torch.Tensor:
         """Camera embedding [camera_channels, F, H, W] -> [N, width], once per chunk."""
@@ -287,7 +294,8 @@ class CausalWan(nn.Module):
         x = self.enter(latents)
         time, modulation = self.times(inputs.timesteps, inputs.labels)
         for block in self.blocks:
-            x = block(x, modulation, inputs)
+            with self.visit(block):
+                x = block(x, modulation, inputs)
         return self.leave(x, time, (frames, height // 2, width // 2))
 
     def enter(self, latents: torch.Tensor) -> torch.Tensor:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from quantwm.errors import UserError
 from quantwm.worlds.base import Scene, World, WorldSpec
-from quantwm.worlds.registry import Presence, Progress
-from quantwm.worlds.wan import files
+from quantwm.worlds.registry import Placement, Presence, Progress
+from quantwm.worlds.room import Room, capacity_of, require_room
+from quantwm.worlds.wan import files, presets
 from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import load_clip
+from quantwm.worlds.wan.downloads import download
 from quantwm.worlds.wan.loading import load_transformer
 from quantwm.worlds.wan.memory_world import MemoryWorld
-from quantwm.worlds.wan.needs import needs, require_device, umt5_bytes
+from quantwm.worlds.wan.needs import room, text_encoder_bytes, weights_by_part
+from quantwm.worlds.wan.offload import offload_blocks
 from quantwm.worlds.wan.prompts import PromptEncoder
 from quantwm.worlds.wan.self_forcing_world import SelfForcingWorld
 from quantwm.worlds.wan.vae_names import load_vae
 from quantwm.worlds.wan.world import WanWorld
-
-TRANSFORMER_SHARE = 0.9  # of the progress bar; the rest is the autoencoder and CLIP
 
 
 class WanModule:
@@ -34,57 +35,95 @@ class WanModule:
         return self.entry.spec()
 
     def world_scenes(self) -> Sequence[Scene]:
-        return []
+        return presets.scenes() if self.entry.pictured else []
+
+    def prompts(self) -> tuple[str, ...]:
+        return presets.PROMPTS if self.entry.prompted else ()
 
     def presence(self) -> Presence:
         """weight_bytes: of the files, or of BF16 weights as long as some are missing."""
         found = files.presence(self.entry)
         if found.present:
             return found
-        needed = needs(self.entry, formats=())
-        return replace(found, weight_bytes=sum(needed.weights.values()) + needed.text_encoder)
+        weights = sum(weights_by_part(self.entry).values()) + text_encoder_bytes(self.entry)
+        return replace(found, weight_bytes=weights)
 
     def terms(self) -> str:
         return self.entry.agree
 
+    def room(self, lanes: tuple[str, ...], item: int) -> Room:
+        return room(self.entry, lanes, item)
+
     def download(self, agreed: bool, progress: Progress | None) -> None:
-        files.download(self.entry, agreed, progress)
+        download(self.entry, agreed, progress)
 
     def load_world(self, device: torch.device, progress: Progress | None) -> World:
-        """Load transformer, autoencoder and image encoder; the text encoder comes with a prompt."""
+        return self.load_world_at(device, Placement(), progress)
+
+    def load_world_at(
+        self, device: torch.device, placement: Placement, progress: Progress | None
+    ) -> World:
+        """Load transformer, autoencoder and image encoder; the text encoder comes with a prompt.
+
+        On a GPU that the weights would fill, the blocks wait on the CPU unless told otherwise.
+        """
         files.require(self.entry)
-        require_device(self.entry, device)
-        return load(self.entry, device, progress)
+        if device.type == "cuda" and placement.offload != "blocks":
+            capacity = capacity_of(device)
+            needed = room(self.entry, ("quantwm",))
+            if capacity is not None and needed.total(("quantwm",)) > capacity:
+                if placement.offload != "auto":
+                    require_room(self.entry.name, ("quantwm",), device, offload=False)
+                if needed.total(("quantwm",), offload=True) > capacity:
+                    require_room(self.entry.name, ("quantwm",), device, offload=True)
+                placement = replace(placement, offload="blocks")
+        return load(self.entry, device, progress, placement)
 
 
-def load(entry: Entry, device: torch.device, progress: Progress | None = None) -> WanWorld:
-    """A world from its files: BF16 on a GPU, FP32 on a CPU, which has no fast BF16."""
+def load(
+    entry: Entry,
+    device: torch.device,
+    progress: Progress | None = None,
+    placement: Placement | None = None,
+) -> WanWorld:
+    """A world from its files: BF16 on a GPU, FP32 on a CPU, which has no fast BF16.
+
+    progress: gets each part's name with its own share, from 0 to 1.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    placement = placement or Placement()
     report = progress or (lambda stage, share: None)
+    waits = placement.offload == "blocks"
 
-    def transformer_progress(done: int, total: int) -> None:
-        report("Loading the transformer", TRANSFORMER_SHARE * done / max(total, 1))
+    def shares(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: report(stage, done / max(total, 1))
 
     part = entry.parts["transformer"]
+    report("Opening the transformer", 0.0)
     model = load_transformer(
-        files.part_path(part), dtype, device, expect=entry.family, prefer_ema=part.ema,
-        progress=transformer_progress,
+        files.part_path(part), dtype, torch.device("cpu") if waits else device,
+        expect=entry.family, prefer_ema=part.ema, progress=shares("Loading the transformer"),
     )  # fmt: skip
     _check_size(entry, model.config.layers, model.config.width)
-    report("Loading the autoencoder", TRANSFORMER_SHARE)
-    vae = load_vae(files.part_path(entry.parts["vae"]), dtype, device)
+    if waits:
+        report("Moving all but the blocks to the device", 0.0)
+        offload_blocks(model, device)
+    vae = load_vae(
+        files.part_path(entry.parts["vae"]), dtype, device, shares("Loading the autoencoder")
+    )
     clip = prompts = None
     if "clip" in entry.parts:
-        report("Loading the image encoder", 0.95)
-        clip = load_clip(files.part_path(entry.parts["clip"]), dtype, device)
+        clip = load_clip(
+            files.part_path(entry.parts["clip"]), dtype, device, shares("Loading the image encoder")
+        )
     if entry.prompted:
         text, tokenizer = (files.part_path(entry.parts[name]) for name in ("text", "tokenizer"))
-        prompts = PromptEncoder(text, tokenizer, umt5_bytes(), device)
-    report("Loaded", 1.0)
+        prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device)
     kind = MemoryWorld if entry.kind == "memory" else SelfForcingWorld
     return kind(
-        entry, model, vae, prompts=prompts, clip=clip, sha256=lambda: files.weights_sha256(entry)
-    )
+        entry, model, vae, prompts=prompts, clip=clip, sha256=lambda: files.weights_sha256(entry),
+        tile=placement.tile, vae_waits=placement.offload == "vae",
+    )  # fmt: skip
 
 
 def _check_size(entry: Entry, layers: int, width: int) -> None:

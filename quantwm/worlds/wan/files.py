@@ -1,9 +1,9 @@
-"""Where the Wan worlds' files lie on this machine, what is missing, and how to fetch it."""
+"""Where the Wan worlds' files lie on this machine, what is missing, and their hash."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
 from pathlib import Path
 
 from quantwm.errors import UserError
@@ -11,7 +11,7 @@ from quantwm.worlds.registry import Presence
 from quantwm.worlds.wan.catalog import Entry, Part
 from quantwm.worlds.wan.checkpoint import weight_files
 
-Progress = Callable[[str, float], None]
+HASHES = "sha256.json"
 _root = Path.home() / ".cache" / "quantwm"
 
 
@@ -27,25 +27,39 @@ def root() -> Path:
 
 def part_path(part: Part) -> Path:
     """Where a part's file or folder is, downloaded or not; worlds share repositories."""
-    return _root / part.repo.replace("/", "--") / part.path
+    return repo_folder(part) / part.path
+
+
+def repo_folder(part: Part) -> Path:
+    """Where the files of a part's repository lie, under the repository's own paths."""
+    return _root / part.repo.replace("/", "--")
+
+
+def part_problem(name: str, part: Part) -> str | None:
+    """One line when a part is missing or half downloaded, else None."""
+    path = part_path(part)
+    if not path.exists():
+        return f"the {name} is missing: {part.repo}, {part.path}"
+    if name == "tokenizer":
+        found = (path / "tokenizer.json").is_file()
+        return None if found else f"the {name} is half downloaded: {path} lacks tokenizer.json"
+    try:
+        weight_files(path)
+    except UserError as error:
+        return f"the {name}: {error}"
+    return None
 
 
 def presence(entry: Entry) -> Presence:
     """Whether every part is there; problem names the first one that is not."""
-    total = 0
-    problem = None
-    for name, part in entry.parts.items():
-        path = part_path(part)
-        if not path.exists():
-            problem = problem or f"the {name} is missing: {part.repo}, {part.path}"
-            continue
-        try:
-            files = list(path.iterdir()) if name == "tokenizer" else weight_files(path)
-        except UserError as error:
-            problem = problem or f"the {name}: {error}"
-            continue
-        if name != "tokenizer":
-            total += sum(file.stat().st_size for file in files)
+    problems = [part_problem(name, part) for name, part in entry.parts.items()]
+    total = sum(
+        file.stat().st_size
+        for (name, part), problem in zip(entry.parts.items(), problems, strict=True)
+        if problem is None and name != "tokenizer"
+        for file in weight_files(part_path(part))
+    )
+    problem = next((line for line in problems if line is not None), None)
     return Presence(problem is None, str(_root), total, problem)
 
 
@@ -58,46 +72,40 @@ def require(entry: Entry) -> None:
         )
 
 
-def download(entry: Entry, agreed: bool, progress: Progress | None = None) -> None:
-    """Fetch what is missing with huggingface_hub.
-
-    agreed: a person has seen entry.agree and said yes; not asked for where the licence is free.
-    """
-    if entry.agree and not agreed:
-        raise UserError(f"{entry.name} is downloaded only after its licence is agreed to: "
-                        f"{entry.agree}")  # fmt: skip
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError
-    except ImportError:
-        raise UserError(
-            "downloading needs the package huggingface_hub: pip install huggingface_hub"
-        ) from None
-    missing = [(n, p) for n, p in entry.parts.items() if not part_path(p).exists()]
-    for index, (name, part) in enumerate(missing):
-        if progress is not None:
-            progress(f"Downloading the {name} from {part.repo}", index / len(missing))
-        try:
-            snapshot_download(
-                part.repo,
-                allow_patterns=[part.path, f"{part.path}/*"],
-                local_dir=_root / part.repo.replace("/", "--"),
-            )
-        except (HfHubHTTPError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"{part.repo} could not be downloaded ({reason[:160]})") from None
-    if progress is not None:
-        progress("Downloaded", 1.0)
-    require(entry)
-
-
 def weights_sha256(entry: Entry) -> str:
-    """One hash over the transformer's and the autoencoder's files."""
+    """One hash over the transformer's and the autoencoder's files.
+
+    A file's own hash is kept beside the downloads until the file changes: 37 GB take half a
+    minute, and every recording asks.
+    """
+    known = _read_hashes()
     digest = hashlib.sha256()
     for name in ("transformer", "vae"):
-        path = part_path(entry.parts[name])
-        for file in sorted(weight_files(path)):
+        for file in sorted(weight_files(part_path(entry.parts[name]))):
             digest.update(file.name.encode())
-            with file.open("rb") as stream:
-                digest.update(hashlib.file_digest(stream, "sha256").digest())
+            digest.update(bytes.fromhex(_file_sha256(file, known)))
     return digest.hexdigest()
+
+
+def _file_sha256(file: Path, known: dict[str, str]) -> str:
+    state = file.stat()
+    key = f"{file} {state.st_size} {state.st_mtime_ns}"
+    if key not in known:
+        with file.open("rb") as stream:
+            known[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+        try:
+            (_root / HASHES).write_text(json.dumps(known))
+        except OSError:
+            return known[key]  # a folder that cannot be written: hashed again next time
+    return known[key]
+
+
+def _read_hashes() -> dict[str, str]:
+    try:
+        found = json.loads((_root / HASHES).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    good = {k: v for k, v in found.items() if isinstance(v, str) and len(v) == 64}
+    return {k: v for k, v in good.items() if set(v) <= set("0123456789abcdef")}

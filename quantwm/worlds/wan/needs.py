@@ -1,16 +1,14 @@
-"""What a Wan world needs, known before it is loaded: bytes by part, and what would fit."""
+"""What a Wan world needs, known before it is loaded: bytes by part, counted on the meta device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
 from torch import nn
 
 from quantwm.cache.plan import plan_lanes
-from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
+from quantwm.worlds.room import Room
 from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipConfig, ClipVision
@@ -19,95 +17,75 @@ from quantwm.worlds.wan.loading import on_meta
 from quantwm.worlds.wan.umt5 import Umt5Config, Umt5Encoder
 from quantwm.worlds.wan.vae import VaeConfig, WanVae
 
-ITEM = 2  # bytes of a BF16 weight
 
-
-def _bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters()) * ITEM
-
-
-@lru_cache
-def transformer_bytes(config: WanConfig) -> int:
-    return _bytes(on_meta(lambda: CausalWan(config)))
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @lru_cache
-def vae_bytes(config: VaeConfig) -> int:
-    return _bytes(on_meta(lambda: WanVae(config)))
+def transformer_weights(config: WanConfig) -> tuple[int, int]:
+    """Numbers in all, and in the largest block."""
+    model = on_meta(lambda: CausalWan(config))
+    return _count(model), max(_count(block) for block in model.blocks)
 
 
 @lru_cache
-def clip_bytes() -> int:
-    return _bytes(on_meta(lambda: ClipVision(ClipConfig())))
+def vae_weights(config: VaeConfig) -> int:
+    return _count(on_meta(lambda: WanVae(config)))
 
 
 @lru_cache
-def umt5_bytes() -> int:
-    return _bytes(on_meta(lambda: Umt5Encoder(Umt5Config())))
+def clip_weights() -> int:
+    return _count(on_meta(lambda: ClipVision(ClipConfig())))
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Bytes on the device by part, BF16 weights, activations left out.
-
-    Attributes:
-        weights: part name -> bytes that stay.
-        text_encoder: bytes while a prompt is encoded; on the CPU where they do not fit.
-        caches: format -> peak bytes of one lane's cache with its window full.
-    """
-
-    weights: dict[str, int]
-    text_encoder: int
-    caches: dict[str, int]
-
-    def total(self, lanes: tuple[str, ...]) -> int:
-        return sum(self.weights.values()) + sum(self.caches[lane] for lane in lanes)
+@lru_cache
+def umt5_weights() -> int:
+    return _count(on_meta(lambda: Umt5Encoder(Umt5Config())))
 
 
-def needs(entry: Entry, formats: tuple[str, ...] = ("bf16", "qvg", "quantwm")) -> Needs:
-    """What a world needs; nothing is allocated."""
-    spec = entry.spec()
-    weights = {"transformer": transformer_bytes(entry.config), "autoencoder": vae_bytes(entry.vae)}
+def weights_by_part(entry: Entry, item: int = 2) -> dict[str, int]:
+    """Bytes of the parts that stay loaded. item: bytes of a number."""
+    found = {
+        "transformer": transformer_weights(entry.config)[0] * item,
+        "autoencoder": vae_weights(entry.vae) * item,
+    }
     if "clip" in entry.parts:
-        weights["image encoder"] = clip_bytes()
+        found["image encoder"] = clip_weights() * item
+    return found
+
+
+def text_encoder_bytes(entry: Entry) -> int:
+    """Of the encoder that is used for a prompt and released; it always runs in BF16."""
+    return umt5_weights() * 2 if entry.prompted else 0
+
+
+def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
+    """Bytes on the device. item: bytes of a number, 2 on a GPU, 4 on a CPU."""
+    spec = entry.spec()
+    weights = weights_by_part(entry, item)
     # The action streams stay BF16 in every format, one window long.
     beside = sum(
         stream.bf16_bytes_per_token * stream.tokens_per_frame * (spec.policy.window_frames or 0)
         for _, stream in spec.cache.companions
     )
-    caches = {
-        name: plan_lanes(spec.cache, lanes_for(spec, (name,))).peak_bytes + beside
-        for name in formats
-    }
-    return Needs(weights, umt5_bytes() if entry.prompted else 0, caches)
-
-
-def advice(entry: Entry, capacity: int) -> str | None:
-    """One line when the device is too small for three lanes, with what would fit; else None."""
-    found = needs(entry)
-    choices = (("bf16", "qvg", "quantwm"), ("bf16", "quantwm"), ("quantwm",))
-    for lanes in choices:
-        if found.total(lanes) <= capacity:
-            if lanes == choices[0]:
-                return None
-            return (
-                f"{entry.name} needs {_gib(found.total(choices[0]))} for three lanes, this device "
-                f"has {_gib(capacity)}: run --lanes {','.join(lanes)} ({_gib(found.total(lanes))})"
-            )
-    return (
-        f"{entry.name} needs {_gib(found.total(('quantwm',)))} for its smallest lane, this device "
-        f"has {_gib(capacity)}: take a smaller world or a larger device"
+    caches = (
+        {
+            lane.name: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes + beside
+            for lane in lanes_for(spec, lanes)
+        }
+        if lanes
+        else {}
     )
+    whole, block = transformer_weights(entry.config)
+    stays = sum(weights.values())
+    # Two blocks: one at work, one whose memory the allocator has not given back yet.
+    least = stays - (whole - transformer_rest(entry.config) - 2 * block) * item
+    return Room(stays, text_encoder_bytes(entry), caches, min(least, stays))
 
 
-def require_device(entry: Entry, device: torch.device) -> None:
-    """UserError when not even the weights and one lane fit on a GPU."""
-    if device.type != "cuda":
-        return
-    capacity = torch.cuda.get_device_properties(device).total_memory
-    if needs(entry).total(("quantwm",)) > capacity:
-        raise UserError(advice(entry, capacity) or f"{entry.name} does not fit on {device}")
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+@lru_cache
+def transformer_rest(config: WanConfig) -> int:
+    """Numbers outside of the blocks."""
+    model = on_meta(lambda: CausalWan(config))
+    return _count(model) - _count(model.blocks)

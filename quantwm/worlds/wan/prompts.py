@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from quantwm.worlds.wan.umt5 import clean_prompt, load_umt5, tokenize
 
+Report = Callable[[str, float], None]
 ROOM = 1.15  # of the encoder's size: its activations for 512 tokens and the allocator's slack
 
 
@@ -23,13 +25,17 @@ class PromptEncoder:
         self.weight_bytes = weight_bytes
         self._newest: tuple[str, torch.Tensor] | None = None
 
-    def __call__(self, prompt: str) -> torch.Tensor:
+    def __call__(self, prompt: str, report: Report = lambda stage, share: None) -> torch.Tensor:
         """Features of a prompt, [tokens, width], on the world's device."""
         prompt = clean_prompt(prompt)
         if self._newest is None or self._newest[0] != prompt:
             ids = tokenize(prompt, self.tokenizer)
             device = self._roomy_device()
-            encoder = load_umt5(self.weights, torch.bfloat16, device)
+            encoder = load_umt5(
+                self.weights, torch.bfloat16, device,
+                lambda done, total: report("Loading the text encoder", done / max(total, 1)),
+            )  # fmt: skip
+            report("Reading the prompt", 0.5)
             with torch.inference_mode():
                 features = encoder.encode(ids).to(self.device)
             del encoder

@@ -15,7 +15,7 @@ from quantwm.worlds.wan.loading import on_meta
 from quantwm.worlds.wan.memory_world import MemoryWorld
 from quantwm.worlds.wan.self_forcing_world import SelfForcingWorld
 from quantwm.worlds.wan.vae import WanVae
-from quantwm.worlds.wan.world import WanWorld
+from quantwm.worlds.wan.world import Report, WanWorld
 
 WEIGHT_STD = 0.02
 PROMPT_TOKENS = 60
@@ -59,7 +59,7 @@ def random_world(
 def _world(entry: Entry, model: nn.Module, vae: nn.Module, clip: nn.Module | None, seed: int):
     kind = MemoryWorld if entry.kind == "memory" else SelfForcingWorld
 
-    def prompts(prompt: str) -> torch.Tensor:
+    def prompts(prompt: str, report: Report) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randn(PROMPT_TOKENS, entry.config.context_dim, generator=generator)
         return rows.to(model.device, model.dtype)

@@ -20,7 +20,7 @@ from quantwm.worlds.wan.loading import Progress, assign, on_meta
 EPS = 1e-6
 MAX_DISTANCE = 128
 MAX_TOKENS = 512
-MAX_CHARACTERS = 10_000  # of a prompt; 512 tokens are read of it in any case
+MAX_CHARACTERS = 4_000  # of a prompt; 512 tokens are read of it in any case
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,9 @@ def load_umt5(
 def clean_prompt(text: str) -> str:
     """A prompt as the tokenizer gets it; UserError on one that is empty or absurdly long."""
     if len(text) > MAX_CHARACTERS:
-        raise UserError(f"a prompt has at most {MAX_CHARACTERS} characters, got {len(text)}")
+        raise UserError(
+            f"a prompt has at most {MAX_CHARACTERS:,} characters, got {len(text):,}: shorten it"
+        )
     cleaned = re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
     if not cleaned:
         raise UserError("the prompt is empty: describe what should be seen")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 from quantwm.errors import UserError
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, Scene, StartState
 from quantwm.worlds.capture import CudaCapture
+from quantwm.worlds.wan import presets
 from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Forward
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipVision
 from quantwm.worlds.wan.graphs import GraphedWan, worthwhile
+from quantwm.worlds.wan.offload import Visits
 from quantwm.worlds.wan.pictures import (
     CONDITION_LATENTS,
     plain_picture,
@@ -23,11 +26,14 @@ from quantwm.worlds.wan.pictures import (
     to_bytes,
     to_signed,
 )
+from quantwm.worlds.wan.tiling import TileStates, decode_tiled
 from quantwm.worlds.wan.vae import WanVae
 from quantwm.worlds.wan.vae_layers import State
 
-DEFAULT_PROMPT = "A walk through a quiet landscape in clear daylight, seen through one's own eyes."
-MAX_TILE_LATENTS = 1  # latent frames decoded at a time, so that memory does not grow with a chunk
+LATENTS_AT_ONCE = 1  # frames decoded at a time, so that memory does not grow with a chunk
+VideoState = State | TileStates
+Report = Callable[[str, float], None]
+"""(what is being done, its share from 0 to 1), for whoever waits."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +58,18 @@ class WanWorld(ABC):
         model: CausalWan,
         vae: WanVae,
         *,
-        prompts: Callable[[str], torch.Tensor] | None = None,
+        prompts: Callable[[str, Report], torch.Tensor] | None = None,
         clip: ClipVision | None = None,
         sha256: Callable[[], str] = lambda: "random",
         graphs: bool | None = None,
+        tile: int = 0,
+        vae_waits: bool = False,
     ) -> None:
         """prompts: encodes a prompt, for a prompted world. sha256: of the weight files.
 
         graphs: replay CUDA graphs between attentions; None takes them where launching is what
-        a pass waits for.
+        a pass waits for. tile: latent cells a side that the autoencoder decodes at once, 0 for
+        whole frames. vae_waits: its weights are on the CPU while it has nothing to do.
         """
         self.entry, self.model, self.vae, self.clip = entry, model, vae, clip
         self.spec = entry.spec()
@@ -69,9 +78,13 @@ class WanWorld(ABC):
         self.forward = self._launched(graphs)
         self._prompts, self._sha256 = prompts, sha256
         self._session: Session | None = None
+        self._newest_prompt: tuple[str, ContextKV] | None = None
+        self._tile = tile
+        self._visit_vae = Visits(self.device) if vae_waits else nullcontext
+        self.report: Report = lambda stage, share: None
 
     def scenes(self) -> Sequence[Scene]:
-        return []
+        return presets.scenes() if self.entry.pictured else []
 
     @torch.inference_mode()
     def start(
@@ -79,16 +92,14 @@ class WanWorld(ABC):
     ) -> StartState:
         """Encode picture and prompt; the rollout begins with its own first chunk.
 
-        Without a picture a plain one is made from the seed, without a prompt a plain one is used.
+        Without picture and scene a plain picture is made from the seed, without a prompt the
+        first of presets.PROMPTS is used.
         """
-        if scene is not None:
-            raise UserError(f"unknown scene {scene!r}; {self.spec.name} has none, give a picture")
-        size = self.spec.video_size
-        picture = plain_picture(size, seed) if image is None else start_picture(image, size)
+        picture = self._picture(scene, image, seed)
         signed = to_signed(picture).to(self.device)
-        self._session = Session(
-            seed, self._context(signed, prompt or DEFAULT_PROMPT), self._image(signed)
-        )
+        context = self._context(signed, prompt or presets.PROMPTS[0])
+        self.report("Encoding the start", 0.0)
+        self._session = Session(seed, context, self._image(signed))
         channels, height, width = self.spec.latent_shape
         latents = torch.empty(0, channels, height, width, dtype=self.dtype, device=self.device)
         shown = picture if self.entry.pictured else np.zeros_like(picture)
@@ -99,8 +110,7 @@ class WanWorld(ABC):
         """Recompute the lane's cross-attention; history and camera stay as they are."""
         if not self.entry.prompted:
             raise UserError(f"{self.spec.name} has no prompt; it starts from a picture")
-        context = self.model.context_kv(self._features(prompt))
-        lane.extra["session"] = replace(self._session_of(lane), context=context)
+        lane.extra["session"] = replace(self._session_of(lane), context=self._prompted(prompt))
 
     @abstractmethod
     def generate_chunk(
@@ -113,12 +123,13 @@ class WanWorld(ABC):
     @torch.inference_mode()
     def decode(self, latents: torch.Tensor) -> np.ndarray:
         """latents [F, C, H, W] as the beginning of a video -> uint8 [1 + 4(F-1), H, W, 3]."""
-        return self._decode(latents, {})
+        return self._decode(latents, self._new_state())
 
     @torch.inference_mode()
     def decode_chunk(self, lane: LaneState, latents: torch.Tensor) -> np.ndarray:
         """The lane's next frames, continuing its video; kept once the chunk is committed."""
-        state: State = dict(lane.extra.get("vae", {}))
+        held = lane.extra.get("vae")
+        state: VideoState = self._new_state() if held is None else held.copy()
         frames = self._decode(latents, state)
         lane.extra["vae_next"] = state
         return frames
@@ -142,6 +153,8 @@ class WanWorld(ABC):
 
     def _launched(self, graphs: bool | None) -> Forward:
         cuda, spec = self.device.type == "cuda", self.spec.cache
+        if self.model.visit is not nullcontext:
+            return self.model  # weights that come and go have no fixed place to be replayed from
         if graphs is None:
             graphs = cuda and worthwhile(self.model, spec.tokens_per_chunk)
         if not graphs:
@@ -150,12 +163,18 @@ class WanWorld(ABC):
             raise UserError(f"graphs need a CUDA device, the world is on {self.device}")
         return GraphedWan(self.model, spec.frames_per_chunk, CudaCapture(self.device))
 
-    def _decode(self, latents: torch.Tensor, state: State) -> np.ndarray:
-        parts = [
-            to_bytes(self.vae.decode(part, state))
-            for part in latents.transpose(0, 1).split(MAX_TILE_LATENTS, dim=1)
-        ]
-        return np.concatenate(parts)
+    def _decode(self, latents: torch.Tensor, state: VideoState) -> np.ndarray:
+        pieces = latents.transpose(0, 1).split(LATENTS_AT_ONCE, dim=1)
+        with self._visit_vae(self.vae):
+            return np.concatenate([to_bytes(self._decode_piece(piece, state)) for piece in pieces])
+
+    def _decode_piece(self, piece: torch.Tensor, state: VideoState) -> torch.Tensor:
+        if isinstance(state, TileStates):
+            return decode_tiled(self.vae.decode, piece, state, self._tile, self.entry.vae.stride)
+        return self.vae.decode(piece, state)
+
+    def _new_state(self) -> VideoState:
+        return TileStates() if self._tile else {}
 
     def _committed(self, lane: LaneState, frames: int) -> None:
         """The chunk is history now: so are its frames in the lane's video."""
@@ -175,14 +194,29 @@ class WanWorld(ABC):
                 f"{self.spec.name} was distilled for {self.entry.step_count} steps, got {steps}"
             )
 
-    def _features(self, prompt: str) -> torch.Tensor:
+    def _picture(self, scene: str | None, image: np.ndarray | None, seed: int) -> np.ndarray:
+        """uint8 [H, W, 3] at the world's size: a person's picture, a scene or a plain one."""
+        size = self.spec.video_size
+        if image is not None:
+            return start_picture(image, size)
+        if scene is None:
+            return plain_picture(size, seed)
+        if not self.entry.pictured:
+            raise UserError(f"unknown scene {scene!r}; {self.spec.name} has none, give a prompt")
+        return presets.scene_picture(scene, size)
+
+    def _prompted(self, prompt: str) -> ContextKV:
+        """Cross-attention of a prompt, computed once for all lanes that ask for it."""
         if self._prompts is None:
             raise UserError(f"{self.spec.name} was loaded without its text encoder")
-        return self._prompts(prompt)
+        if self._newest_prompt is None or self._newest_prompt[0] != prompt:
+            self.report("Reading the prompt", 0.0)
+            self._newest_prompt = prompt, self.model.context_kv(self._prompts(prompt, self.report))
+        return self._newest_prompt[1]
 
     def _context(self, picture: torch.Tensor, prompt: str) -> ContextKV:
         if self.entry.prompted:
-            return self.model.context_kv(self._features(prompt))
+            return self._prompted(prompt)
         if self.clip is None:
             raise UserError(f"{self.spec.name} was loaded without its image encoder")
         return self.model.context_kv(self.clip.encode(picture))
@@ -191,10 +225,11 @@ class WanWorld(ABC):
         """Latents of the start picture, as the kind of world is conditioned on them."""
         if not self.entry.pictured:
             return None
-        if self.entry.kind == "memory":
-            return self.vae.encode(picture[:, None])
-        grey = picture.new_zeros(3, 4 * (CONDITION_LATENTS - 1), *picture.shape[1:])
-        return self.vae.encode(torch.cat([picture[:, None], grey], dim=1))
+        with self._visit_vae(self.vae):
+            if self.entry.kind == "memory":
+                return self.vae.encode(picture[:, None])
+            grey = picture.new_zeros(3, 4 * (CONDITION_LATENTS - 1), *picture.shape[1:])
+            return self.vae.encode(torch.cat([picture[:, None], grey], dim=1))
 
 
 def step_noise(seed: int, frame: int, step: int, shape: Sequence[int]) -> torch.Tensor:

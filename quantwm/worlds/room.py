@@ -1,0 +1,135 @@
+"""What a world needs on a device before anything is loaded, and the settings that would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantwm.cache.plan import plan_lanes
+from quantwm.errors import UserError
+from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
+from quantwm.memory import read_memory
+from quantwm.worlds.registry import world_module, world_presence, world_spec
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes on the device, activations left out.
+
+    Attributes:
+        weights: that stay. passing: held for a moment (a text encoder), on the CPU where they do
+            not fit. caches: format -> peak of one lane with its window full.
+        least: weights that stay when the transformer's blocks are kept on the CPU and visit the
+            device one after the other.
+    """
+
+    weights: int
+    passing: int
+    caches: Mapping[str, int]
+    least: int
+
+    def total(self, lanes: Sequence[str], offload: bool = False) -> int:
+        return (self.least if offload else self.weights) + sum(self.caches[name] for name in lanes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a choice of lanes fits.
+
+    Attributes:
+        needed: bytes of what was asked for. capacity: bytes of the device, None when unknown.
+        lanes: those that fit, as asked for where all do; empty where not even one does.
+        offload: whether that takes the transformer's blocks on the CPU.
+        advice: one line when it does not fit as asked for.
+    """
+
+    needed: int
+    capacity: int | None
+    lanes: tuple[str, ...]
+    offload: bool = False
+    advice: str | None = None
+
+
+def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
+    """What a world needs with these formats; nothing is allocated. UserError on unknown names."""
+    own = getattr(world_module(name), "room", None)
+    item = 4 if device.type == "cpu" else 2
+    if own is not None:
+        return own(tuple(lanes), item)
+    spec, weights = world_spec(name), world_presence(name).weight_bytes
+    caches = {}
+    for lane in lanes_for(spec, lanes):
+        policy = limit_history(
+            lane.policy, spec.cache, CPU_MAX_TOKENS if device.type == "cpu" else None
+        )
+        kept = lane.__class__(lane.name, lane.method, lane.settings, policy)
+        caches[lane.name] = plan_lanes(spec.cache, [kept], itemsize=item).peak_bytes
+    return Room(weights, 0, caches, weights)
+
+
+def capacity_of(device: torch.device) -> int | None:
+    """Bytes of memory of a device; None where nothing says so."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return read_memory(device, {}).total or None
+
+
+def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | None = None) -> Fit:
+    """Whether lanes of a world fit on a device, and which settings would.
+
+    Tried in this order: as asked for; without QVG; the leanest lane alone; the same with the
+    transformer's blocks on the CPU.
+    """
+    lanes = tuple(lanes)
+    capacity = capacity_of(device) if capacity is None else capacity
+    room = world_room(name, lanes, device)
+    needed = room.total(lanes)
+    if capacity is None or needed <= capacity:
+        return Fit(needed, capacity, lanes)
+    leanest = (min(lanes, key=lambda lane: room.caches[lane]),)
+    pair = tuple(lane for lane in lanes if lane in ("bf16", "quantwm"))
+    tried = [(lanes, True)] if room.least < room.weights else []
+    for some, offload in [(pair, False), (leanest, False), *tried, (pair, True), (leanest, True)]:
+        if some and room.total(some, offload) <= capacity:
+            return Fit(needed, capacity, some, offload, _advice(name, room, lanes, some, offload,
+                                                                capacity))  # fmt: skip
+    least = room.total(leanest, True)
+    return Fit(
+        needed,
+        capacity,
+        (),
+        False,
+        f"{name} needs {_gib(least)} with its leanest lane and its blocks on the CPU, this device "
+        f"has {_gib(capacity)}: take a smaller world or a larger device",
+    )
+
+
+def _advice(
+    name: str,
+    room: Room,
+    asked: tuple[str, ...],
+    lanes: tuple[str, ...],
+    offload: bool,
+    capacity: int,
+) -> str:
+    ways = [] if lanes == asked else [f"lanes {','.join(lanes)}"]
+    if offload:
+        ways.append("the transformer's blocks on the CPU (--offload blocks)")
+    return (
+        f"{name} needs {_gib(room.total(asked))} with lanes {','.join(asked)}, this device has "
+        f"{_gib(capacity)}: {_gib(room.total(lanes, offload))} would do with {' and '.join(ways)}"
+    )
+
+
+def require_room(name: str, lanes: Sequence[str], device: torch.device, offload: bool) -> None:
+    """UserError with what would fit, where the lanes do not."""
+    found = fit(name, lanes, device)
+    fits = found.lanes == tuple(lanes) and (offload or not found.offload)
+    if not fits and found.advice is not None:
+        raise UserError(found.advice)
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,166 @@
+"""What a large world may be told: tiles, weights that wait on the CPU, start pictures, room."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_wan_vae import make
+from test_wan_worlds import actions_of, tiny  # noqa: F401  (a fixture)
+from wan_helpers import GRID, LATENT, make_cache, make_model
+
+from quantwm.actions import parse_actions
+from quantwm.engine import Engine
+from quantwm.errors import UserError
+from quantwm.lanes import lanes_for
+from quantwm.worlds import room
+from quantwm.worlds.registry import Placement, load_world, world_prompts, world_scenes, world_spec
+from quantwm.worlds.wan import entry, offload, presets
+from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
+from quantwm.worlds.wan.tiling import TileStates, _ramp, decode_tiled, starts
+
+
+@pytest.mark.parametrize(("size", "tile"), [(90, 32), (60, 60), (33, 32), (160, 48), (17, 16)])
+def test_tiles_cover_a_side_and_overlap(size: int, tile: int) -> None:
+    found = starts(size, tile)
+    assert found[0] == 0 and found[-1] + min(tile, size) == size
+    assert all(b - a <= tile - tile // 4 for a, b in pairwise(found))
+    whole = torch.zeros(size * 8)
+    for start in found:
+        ramp = _ramp(start, tile, size, 8)
+        assert (ramp > 0).all()
+        whole[start * 8 : start * 8 + len(ramp)] += ramp
+    assert (whole > 0.05).all()
+
+
+@pytest.mark.parametrize("name", ["2.1", "2.2"])
+def test_one_tile_is_the_whole_frame_and_streams_as_it(name: str) -> None:
+    vae = make(name)
+    latents = torch.randn(vae.config.latent_channels, 3, 4, 6)
+    states, state = TileStates(), {}
+    for piece in latents.split(1, dim=1):
+        tiled = decode_tiled(vae.decode, piece, states, 16, vae.config.stride)
+        assert torch.equal(tiled, vae.decode(piece, state))
+
+
+def test_tiles_equal_the_whole_away_from_the_blend() -> None:
+    """Without its attention, which sees a whole frame, the decoder reaches 17 latent cells."""
+    vae = make("2.1")
+    for name, parameter in vae.named_parameters():
+        if "attentions" in name and "proj" in name:
+            parameter.zero_()
+    latents = torch.randn(vae.config.latent_channels, 2, 2, 112)
+    tile, stride, reach = 64, vae.config.stride, 18
+    second = starts(112, tile)[1]
+    exact = [slice(0, (tile - reach) * stride), slice((second + reach) * stride, None)]
+    mixed = slice(exact[0].stop, exact[1].start)
+    states, whole = TileStates(), {}
+    for piece in latents.split(1, dim=1):
+        tiled = decode_tiled(vae.decode, piece, states, tile, stride)
+        untiled = vae.decode(piece, whole)
+        for some in exact:
+            torch.testing.assert_close(tiled[..., some], untiled[..., some], rtol=0, atol=1e-5)
+        off = (tiled - untiled)[..., mixed].abs().mean() / untiled.std()
+        assert 0 < off < 0.2, "mixed, not cut"
+
+
+@pytest.mark.parametrize("tiny", ["causal_forcing"], indirect=True)
+def test_a_tiled_world_shows_the_same_video(tiny: str) -> None:  # noqa: F811
+    """Its tiny frame fits into one tile, so every pixel is the same."""
+    spec = world_spec("tiny")
+    action = parse_actions("none-3", spec.keys, 3)[0]
+
+    def video(placement: Placement) -> list[np.ndarray]:
+        world = load_world("tiny", "cpu", placement=placement)
+        with Engine(world, lanes_for(spec, ("bf16",)), seed=1, max_tokens=10_000) as engine:
+            engine.start()
+            return [engine.step(action).lanes[0].frames for _ in range(2)]
+
+    plain = video(Placement())
+    for other in (Placement(tile=16), Placement("vae"), Placement("blocks")):
+        for one, two in zip(plain, video(other), strict=True):
+            assert np.array_equal(one, two), other
+
+
+def test_blocks_visit_one_at_a_time_and_leave() -> None:
+    model = make_model()
+    context = model.context_kv(torch.randn(5, 32))
+    latents = torch.randn(3, 16, *LATENT)
+    driver = SelfForcing(model, make_cache(model), context, GRID)
+    plain = driver.commit(0, latents, Conditions())
+    visits = offload.offload_blocks(model, torch.device("cpu"))
+    homes = [p.data_ptr() for p in model.blocks.parameters()]
+    seen: list[int] = []
+
+    def watch(block, *_):
+        away = [
+            sum(p.data_ptr() != h for p, h in zip(b.parameters(), _homes(b), strict=True))
+            for b in model.blocks
+        ]
+        seen.append(sum(count > 0 for count in away))
+
+    def _homes(block):
+        return [home.data_ptr() for _, home in visits._homes.get(block, [])] or [
+            p.data_ptr() for p in block.parameters()
+        ]
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(watch)
+    again = SelfForcing(model, make_cache(model), model.context_kv(torch.randn(5, 32)), GRID)
+    again.context = context
+    assert torch.equal(again.commit(0, latents, Conditions()), plain)
+    assert seen == [1] * model.config.layers
+    assert [p.data_ptr() for p in model.blocks.parameters()] == homes
+    assert visits.count == 2 * model.config.layers, "context and pass"
+
+
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+def test_start_pictures_that_ship(tiny: str) -> None:  # noqa: F811
+    world, spec = load_world("tiny", "cpu"), world_spec("tiny")
+    scenes = world_scenes("tiny")
+    assert [scene.name for scene in scenes] == list(presets.PLACES)
+    assert all(Path(scene.thumbnail).is_file() for scene in scenes)
+    shown = {world.start(scene.name, None, "", 0).frames.tobytes() for scene in scenes}
+    assert len(shown) == len(scenes)
+    with pytest.raises(UserError, match="unknown scene 'moon'; there are lane"):
+        world.start("moon", None, "", 0)
+    assert world_prompts("tiny") == () and world_prompts("embedded") == ()
+    assert len(world_prompts("lingbot_v2_1p3b")) >= 3
+    assert actions_of(tiny) and spec.keys
+
+
+def test_pictures_are_drawn_at_any_size_and_alike() -> None:
+    for name in presets.PLACES:
+        large, small = (presets.scene_picture(name, size) for size in ((640, 352), (64, 36)))
+        assert large.shape == (352, 640, 3) and small.shape == (36, 64, 3)
+        assert large.std() > 10, "something is to be seen"
+        assert abs(large.mean() - small.mean()) < 8
+
+
+def test_a_gpu_that_is_too_small_gets_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(room, "capacity_of", lambda device: 24 * 2**30)
+    with pytest.raises(UserError, match=r"this device has 24\.0 GiB.*--offload blocks") as caught:
+        room.require_room("lingbot_v2_14b", ("bf16", "quantwm"), gpu, offload=False)
+    assert "\n" not in str(caught.value)
+    room.require_room("matrix_game2_universal", ("bf16", "qvg", "quantwm"), gpu, offload=False)
+    monkeypatch.setattr(room, "capacity_of", lambda device: 2 * 2**30)
+    with pytest.raises(UserError, match="take a smaller world or a larger device"):
+        room.require_room("lingbot_v2_14b", ("quantwm",), gpu, offload=True)
+    monkeypatch.setattr(entry, "capacity_of", lambda device: 2 * 2**30)
+    monkeypatch.setattr(entry.files, "require", lambda entry: None)
+    with pytest.raises(UserError, match="smaller world"):
+        load_world("lingbot_v2_14b", gpu, placement=Placement())
+
+
+def test_placements_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UserError, match="offload is one of auto, none, vae, blocks"):
+        Placement("everything")
+    for tile in (8, 4096, True):
+        with pytest.raises(UserError, match="16 to 1024"):
+            Placement(tile=tile)
+    with pytest.raises(UserError, match="nothing to offload"):
+        load_world("embedded", "cpu", placement=Placement("blocks"))
