@@ -11,6 +11,7 @@ from quantwm.errors import UserError
 
 REGISTRY = {
     "codec": ("codec", "encode and decode of one layer, beside QVG's public code"),
+    "attention": ("attention", "a chunk's queries over a long packed history, staged and fused"),
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),

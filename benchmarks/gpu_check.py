@@ -20,6 +20,7 @@ import torch
 
 from benchmarks import codec
 from benchmarks.agreement import Disagreement, agree, make_case, require
+from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
 from benchmarks.timing import device_named, hardware
 from quantwm.cache import explain, make_format
@@ -135,9 +136,24 @@ def check_no_recompilation(device: torch.device) -> None:
         require(count <= 2 * variants, f"{name} was compiled {count} times")
 
 
+FUSED_SIZES = (
+    (40, 4680, 700, 128, 64, 8, 256),
+    (3, 130, 129, 64, 16, 3, 5),
+    (5, 777, 64, 128, 32, 32, 100),
+)
+"""Heads, tokens, queries, head dim, group size, rank, centroids."""
+
+
+def check_fused(device: torch.device) -> None:
+    """Fused attention over all kinds of sides, and scores in INT8, against float64."""
+    for shape in FUSED_SIZES:
+        agree_fused(device, *shape)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "full-size": check_full_size,
     **{"odd-size " + "x".join(map(str, s)): partial(check_odd_size, shape=s) for s in ODD_SIZES},
+    "fused": check_fused,
     "bit-equal": check_two_runs_are_bit_equal,
     "past-2^31": check_offsets_past_2_31,
     "no-recompilation": check_no_recompilation,

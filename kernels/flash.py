@@ -7,16 +7,9 @@ arithmetic and a sixteenth of a 32-byte centroid load; a program's queries share
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kernels import checks, tuning
-from kernels.format import FUSED_HEAD_DIMS, Side
-from kernels.launch import launch
 from kernels.tile import (
     affine_scales,
     as_operand,
@@ -26,9 +19,7 @@ from kernels.tile import (
     ternary_scales,
 )
 
-LOG2_E = 1.4426950408889634
-PLAIN, TERNARY, AFFINE, INT8 = 0, 1, 2, 3
-KINDS = {"plain": PLAIN, "ternary": TERNARY, "affine": AFFINE}
+# Kinds of a side, as constants of the kernel: 0 plain, 1 ternary, 2 affine, 3 INT8 keys.
 
 # Two channels at once: their codes into the mantissas of 128.0, less 128 + zero, times the scale,
 # plus the centroid. All exact up to the last fused multiply-add, which rounds once to BF16.
@@ -68,7 +59,7 @@ def _packed_tile(
     else:
         scale, zero = affine_scales(
             scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, 0, rows, valid, n_tokens,
-            n_chunks, D, GROUP,
+            n_chunks, D, GROUP, not PACKED_MATH,
         )  # fmt: skip
     if PACKED_MATH:
         words: tl.constexpr = D // 16
@@ -91,6 +82,72 @@ def _packed_tile(
         means = centroid_rows(ids_ptr, centroids_ptr, 0, rows, valid, n_tokens, 0, D)
         values = (levels * scale[:, :, None] + means).to(DOT_DTYPE)
     return tl.reshape(values, (BLOCK_N, D))
+
+
+@triton.jit
+def _attend_range(
+    q, q_scale, turned, sums, largest, total, first, last, stop, n_tokens, n_chunks,
+    first_corrected, scale,
+    k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
+    k_zeros_ptr, coefficients_ptr, row_scales_ptr,
+    v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
+    v_zeros_ptr, chunk_stops_ptr,
+    D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
+    V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax after tokens first .. last - 1. MASKED: some of them lie beyond stop.
+
+    largest is in the scores' own unit, so that scaling and shifting are one multiply-add.
+    """
+    offs_r = tl.arange(0, RANK_PAD)
+    for begin in range(first, last, BLOCK_N):
+        rows = begin + tl.arange(0, BLOCK_N)
+        valid = (rows < stop) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
+        if K_KIND == 3:
+            k = _plain_tile(k_ptr, k_stride_n, rows, valid, D)
+            steps = tl.load(k_scales_ptr + rows, mask=valid, other=0.0)
+            scores = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
+            scores *= steps[None, :]
+        else:
+            if K_KIND == 0:
+                k = as_operand(_plain_tile(k_ptr, k_stride_n, rows, valid, D), DOT_DTYPE)
+            else:
+                k = _packed_tile(
+                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
+                    chunk_stops_ptr, k_zeros_ptr, rows, valid, n_tokens, n_chunks, D, K_GROUP,
+                    K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+                )  # fmt: skip
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if RANK > 0:
+                corrected = valid & (rows >= first_corrected)
+                row = rows - first_corrected
+                coefficients = tl.load(
+                    coefficients_ptr + row[:, None] * RANK + offs_r[None, :],
+                    mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
+                ).to(tl.float32)  # fmt: skip
+                step = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
+                coefficients = (coefficients * step[:, None]).to(DOT_DTYPE)
+                scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
+        if MASKED:
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+        above = tl.maximum(largest, tl.max(scores, axis=1))
+        shift = above * scale
+        weights = tl.exp2(scores * scale - shift[:, None])
+        kept = tl.exp2(largest * scale - shift)
+        total = total * kept + tl.sum(weights, axis=1)
+        sums = sums * kept[:, None]
+        largest = above
+        if V_KIND == 0:
+            v = as_operand(_plain_tile(v_ptr, v_stride_n, rows, valid, D), DOT_DTYPE)
+        else:
+            v = _packed_tile(
+                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
+                chunk_stops_ptr, v_zeros_ptr, rows, valid, n_tokens, n_chunks, D, V_GROUP,
+                V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+            )  # fmt: skip
+        sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
+    return sums, largest, total
 
 
 @triton.jit(
@@ -126,9 +183,10 @@ def flash_kernel(
     q = tl.load(q_ptrs, mask=valid_m[:, None], other=0)
     if K_KIND == 3:
         q_scale = tl.load(q_scales_ptr + head * n_queries + offs_m, mask=valid_m, other=0.0)
-        q_scale = q_scale * scale
     else:
         q = as_operand(q, DOT_DTYPE)
+        q_scale = 0.0
+    turned = q
     if RANK > 0:
         offs_r = tl.arange(0, RANK_PAD)
         basis = tl.load(
@@ -167,54 +225,21 @@ def flash_kernel(
 
     place = head * n_queries + offs_m
     going_on = offs_m < n_queries * (1 - is_first)
-    largest = tl.load(largest_ptr + place, mask=going_on, other=float("-inf"))
-    total = tl.load(total_ptr + place, mask=going_on, other=0.0)
+    largest = tl.load(largest_ptr + place, mask=going_on, other=float("-inf")).to(tl.float32)
+    total = tl.load(total_ptr + place, mask=going_on, other=0.0).to(tl.float32)
     sums_at = place[:, None] * D + offs_d[None, :]
-    sums = tl.load(sums_ptr + sums_at, mask=going_on[:, None], other=0.0)
-    for first in range(start, stop, BLOCK_N):
-        rows = first + tl.arange(0, BLOCK_N)
-        valid = rows < stop
-        if K_KIND == 3:
-            k = _plain_tile(k_ptr, k_stride_n, rows, valid, D)
-            steps = tl.load(k_scales_ptr + rows, mask=valid, other=0.0)
-            scores = tl.dot(q, tl.trans(k)).to(tl.float32) * (q_scale[:, None] * steps[None, :])
-        else:
-            if K_KIND == 0:
-                k = as_operand(_plain_tile(k_ptr, k_stride_n, rows, valid, D), DOT_DTYPE)
-            else:
-                k = _packed_tile(
-                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
-                    chunk_stops_ptr, k_zeros_ptr, rows, valid, n_tokens, n_chunks, D, K_GROUP,
-                    K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
-                )  # fmt: skip
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if RANK > 0:
-                corrected = valid & (rows >= first_corrected)
-                row = rows - first_corrected
-                coefficients = tl.load(
-                    coefficients_ptr + row[:, None] * RANK + offs_r[None, :],
-                    mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
-                ).to(tl.float32)  # fmt: skip
-                step = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
-                coefficients = (coefficients * step[:, None]).to(DOT_DTYPE)
-                scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
-            scores *= scale
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        above = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - above[:, None])
-        kept = tl.exp2(largest - above)
-        total = total * kept + tl.sum(weights, axis=1)
-        sums = sums * kept[:, None]
-        largest = above
-        if V_KIND == 0:
-            v = as_operand(_plain_tile(v_ptr, v_stride_n, rows, valid, D), DOT_DTYPE)
-        else:
-            v = _packed_tile(
-                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
-                chunk_stops_ptr, v_zeros_ptr, rows, valid, n_tokens, n_chunks, D, V_GROUP,
-                V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
-            )  # fmt: skip
-        sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
+    sums = tl.load(sums_ptr + sums_at, mask=going_on[:, None], other=0.0).to(tl.float32)
+    whole = start + (stop - start) // BLOCK_N * BLOCK_N
+    for part in tl.static_range(2):
+        sums, largest, total = _attend_range(
+            q, q_scale, turned, sums, largest, total, start if part == 0 else whole,
+            whole if part == 0 else stop, stop, n_tokens, n_chunks, first_corrected, scale,
+            k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr,
+            k_secondary_ptr, k_zeros_ptr, coefficients_ptr, row_scales_ptr,
+            v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
+            v_secondary_ptr, v_zeros_ptr, chunk_stops_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
+            RANK, RANK_PAD, BLOCK_N, DOT_DTYPE, PACKED_MATH, part == 1,
+        )  # fmt: skip
     if is_last:
         out = sums / total[:, None]
         tl.store(out_ptr + sums_at, out.to(out_ptr.dtype.element_ty), mask=valid_m[:, None])
@@ -245,143 +270,3 @@ def quantize_rows_kernel(
     tl.store(codes_ptr + place[:, None] * D + offs_d[None, :], codes.to(tl.int8),
              mask=valid[:, None])  # fmt: skip
     tl.store(scales_ptr + place, scale, mask=valid)
-
-
-def unsupported_queries(q: Tensor) -> str | None:
-    """Why the fused kernel does not take these queries, in a few words; None when it does."""
-    if q.is_cuda and q.dtype != torch.bfloat16:
-        return f"queries are {q.dtype}, the kernel takes bfloat16"
-    if q.shape[2] not in FUSED_HEAD_DIMS:
-        return f"head dim {q.shape[2]} is not one of {FUSED_HEAD_DIMS}"
-    return None
-
-
-def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: float) -> Tensor:
-    """Softmax attention of q [H, Nq, D] over segments of keys and values -> [H, Nq, D].
-
-    segments: (keys, values, start, stop): tokens [start, stop) of both are attended. scale: of
-    the scores. One launch a segment; between them the running softmax lies in float32 [H, Nq, D]
-    and two [H, Nq], the only memory beyond the output. ValueError on anything else.
-    """
-    reason = unsupported_queries(q)
-    if reason or q.stride(2) != 1:
-        raise ValueError(f"no kernel: {reason or 'channels of q must be adjacent'}")
-    heads, queries, dim = q.shape
-    shown = [segment for segment in segments if segment[2] < segment[3]]
-    if not shown:
-        raise ValueError("attention needs at least one token")
-    out = torch.empty((heads, queries, dim), dtype=q.dtype, device=q.device)
-    state: tuple[Tensor | None, ...] = (None, None, None)
-    if len(shown) > 1:
-        rows = torch.empty((2, heads, queries), dtype=torch.float32, device=q.device)
-        sums = torch.empty((heads, queries, dim), dtype=torch.float32, device=q.device)
-        state = (sums, rows[0], rows[1])
-    else:
-        state = (out, out, out)  # neither read nor written
-    for number, (keys, values, start, stop) in enumerate(shown):
-        _check(keys, q, stop), _check(values, q, stop)
-        flags = (int(number == 0), int(number == len(shown) - 1))
-        _launch(q, None, out, state, keys, values, (start, stop), flags, scale)
-    return out
-
-
-def attend_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Attention whose scores are INT8 products: BF16 q [H, Nq, D], k and v [H, N, D].
-
-    A query and a key have a scale each. The keys' mean over tokens is taken off first: it adds
-    the same to all scores of a query, which the softmax does not see.
-    """
-    means = k.mean(dim=1, dtype=torch.float32)
-    (q_codes, q_scales), (k_codes, k_scales) = quantize_rows(q, None), quantize_rows(k, means)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    keys = Side("plain", values=k_codes, scales=k_scales)
-    bounds = (0, k.shape[1])
-    _launch(q_codes, q_scales, out, (out, out, out), keys, Side("plain", values=v), bounds,
-            (1, 1), scale)  # fmt: skip
-    return out
-
-
-def quantize_rows(x: Tensor, means: Tensor | None) -> tuple[Tensor, Tensor]:
-    """INT8 codes [H, N, D] and float32 scales [H, N] of x - means; means: float32 [H, D]."""
-    checks.rows("x", x)
-    heads, tokens, dim = x.shape
-    codes = torch.empty((heads, tokens, dim), dtype=torch.int8, device=x.device)
-    scales = torch.empty((heads, tokens), dtype=torch.float32, device=x.device)
-    row = tuning.COPY[dim]
-    constants = {
-        "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
-    }  # fmt: skip
-    args = (x, x.stride(0), x.stride(1), means, codes, scales, tokens)
-    launch(quantize_rows_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
-    return codes, scales
-
-
-def _check(side: Side, q: Tensor, stop: int) -> None:
-    heads, _, dim = q.shape
-    if side.kind == "plain":
-        held = side.values
-        fits = held is not None and held.shape[0] == heads and held.shape[2] == dim
-        if not fits or held.stride(2) != 1 or held.shape[1] < stop or held.dtype != q.dtype:
-            raise ValueError(f"a plain side must be {q.dtype} [{heads}, {stop} or more, {dim}]")
-        return
-    if side.codes is None or side.ids is None or side.centroids is None or side.scales is None:
-        raise ValueError(f"a {side.kind} side needs codes, ids, centroids and scales")
-    rank = 0 if side.basis is None else side.basis.shape[2]
-    groups = side.scales.shape[2]
-    checks.geometry(dim, dim // groups, side.centroids.shape[1], rank)
-    tokens = side.ids.shape[1]
-    checks.packed("ids", side.ids, torch.uint8, (heads, tokens))
-    checks.packed("codes", side.codes, torch.uint8, (heads, tokens, dim // 4))
-    if stop > tokens or tokens * dim >= 2**31:
-        raise ValueError(f"tokens up to {stop} of {tokens} are not to be had")
-
-
-def _addresses(side: Side) -> tuple[Tensor | int | None, ...]:
-    """What flash_kernel takes of keys or of values, up to the zeros."""
-    if side.kind == "plain" and side.values is not None:
-        values = side.values
-        return values, values.stride(0), values.stride(1), None, None, None, side.scales, None, None
-    scales = side.scales.view(torch.uint8)
-    codes = side.codes.view(torch.int32)
-    packed = (codes, side.ids, side.centroids, scales, side.secondary, side.zeros)
-    return None, 0, 0, *packed
-
-
-def _tokens(side: Side) -> int:
-    held = side.ids if side.values is None else side.values
-    return 0 if held is None else held.shape[1]
-
-
-def _launch(
-    q: Tensor, q_scales: Tensor | None, out: Tensor, state: tuple[Tensor | None, ...],
-    keys: Side, values: Side, bounds: tuple[int, int], flags: tuple[int, int], scale: float,
-) -> None:  # fmt: skip
-    heads, queries, dim = q.shape
-    k_kind = INT8 if q_scales is not None else KINDS[keys.kind]
-    v_kind = KINDS[values.kind]
-    rank = 0 if keys.basis is None else keys.basis.shape[2]
-    if k_kind == INT8:
-        table = tuning.FLASH_INT8
-    else:
-        table = tuning.FLASH if k_kind == v_kind == PLAIN else tuning.FLASH_PACKED
-    row, packed = table[dim], values if keys.secondary is None else keys
-    chunks = 1 if packed.secondary is None else packed.secondary.shape[1]
-    stops = packed.chunk_stops
-    counts = [1 if s.centroids is None else s.centroids.shape[1] for s in (keys, values)]
-    groups = [dim if s.kind == "plain" else dim // s.scales.shape[2] for s in (keys, values)]
-    args = (
-        q, q.stride(0), q.stride(1), q_scales, out, *state,
-        *_addresses(keys), keys.coefficients, keys.row_scales, keys.basis,
-        *_addresses(values), stops, *counts,
-        queries, *bounds, _tokens(keys), chunks, keys.first_corrected if rank else 0, *flags,
-        float(scale) * LOG2_E,
-    )  # fmt: skip
-    constants = {
-        "D": dim, "K_KIND": k_kind, "V_KIND": v_kind, "K_GROUP": groups[0], "V_GROUP": groups[1],
-        "RANK": rank, "RANK_PAD": max(16, triton.next_power_of_2(rank)),
-        "BLOCK_M": row.block_k, "BLOCK_N": row.block_n, "DOT_DTYPE": tuning.dot_mode(out)[1],
-        "PACKED_MATH": tuning.dot_mode(out)[0] == torch.bfloat16, "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
-    }  # fmt: skip
-    launch(flash_kernel, (triton.cdiv(queries, row.block_k), heads), args, constants)

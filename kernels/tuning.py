@@ -21,6 +21,7 @@ class Launch:
     num_warps: int
     num_stages: int
     note: str
+    registers: int = 0  # a thread's at most, so that two programs share a multiprocessor; 0 for any
 
 
 COMPILED = "2026-11-29, compiles for sm_90 without spills; not yet timed"

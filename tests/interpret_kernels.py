@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_update, make_case
+from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
 from kernels import decode, encode, kmeans
 from quantwm.cache import reference
@@ -39,6 +40,13 @@ def test_interpreting() -> None:
 def test_agrees_with_the_reference(shape: tuple[int, ...], clip: float) -> None:
     with guarded_allocations():
         agree(OPS, make_case(*shape, "cpu"), clip, truncates=True)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 70, 40, 128, 64, 4, 16), (1, 130, 129, 64, 16, 3, 5), (3, 33, 1, 64, 64, 1, 1)]
+)
+def test_fused_attention(shape: tuple[int, ...]) -> None:
+    agree_fused("cpu", *shape)
 
 
 def test_float32_keys() -> None:

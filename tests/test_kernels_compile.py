@@ -18,7 +18,8 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels import decode, encode, kmeans, tuning  # noqa: E402
+from kernels import decode, encode, flash, fused, kmeans, tuning  # noqa: E402
+from kernels.format import Side  # noqa: E402
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.uint8: "*u8",
@@ -57,7 +58,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[L
     noted: list[Launched] = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "dot_mode", lambda x: (torch.bfloat16, triton.language.bfloat16))
-    for module in (kmeans, encode, decode):
+    for module in (kmeans, encode, decode, fused):
         for name in [n for n in vars(module) if n.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
     yield noted
@@ -126,9 +127,30 @@ def run_launchers(dim: int, group_size: int, rank: int) -> None:
     decode.prepare_quantwm(*shared, coefficients, row_scales, basis, 0)(out.float(), 0, 0, 100)
 
 
+def run_fused(dim: int, group_size: int, rank: int) -> None:
+    """Every kind of keys and values that a world can have, alone and behind another segment."""
+    x = torch.zeros(2, 100, dim, dtype=torch.bfloat16)
+    centroids, ids = torch.zeros(2, 256, dim).bfloat16(), torch.zeros(2, 100, dtype=torch.uint8)
+    basis, eigenvalues = torch.zeros(2, dim, rank).bfloat16(), torch.ones(2, rank)
+    codes, scales = encode.encode_qvg(x, ids, centroids, group_size)
+    ternary = Side("ternary", None, codes, ids, centroids, scales)
+    packed = encode.encode_quantwm(x, ids, centroids, group_size, 1.0, basis, eigenvalues)
+    stops = torch.tensor([100], dtype=torch.int32)
+    shared = (packed[0], ids, centroids, packed[1], packed[2][:, None], stops, packed[3])
+    affine = Side("affine", None, *shared)
+    corrected = Side("affine", None, *shared, packed[4], packed[5], basis, 10)
+    plain = Side("plain", x)
+    for keys, values in ((plain, plain), (ternary, ternary), (corrected, affine), (affine, affine)):
+        fused.fused(x, [(keys, values, 0, 100)] * 2, 0.1)
+    fused.attend_int8(x, x, x, 0.1)
+
+
 def has_dot(launched: Launched) -> bool:
     name = launched.kernel.__name__
-    return name in ("assign_kernel", "update_kernel") or launched.arguments.get("RANK", 0) > 0
+    return (
+        name in ("assign_kernel", "update_kernel", "flash_kernel")
+        or launched.arguments.get("RANK", 0) > 0
+    )
 
 
 def describe(launched: Launched) -> str:
@@ -163,13 +185,37 @@ def test_every_launch_row_compiles(
                 assert "wgmma.mma_async" in ptx, f"no wgmma: {label}"
 
 
+@pytest.mark.parametrize(("dim", "group_size", "rank"), [(64, 16, 3), (128, 64, 8)])
+def test_fused_attention_compiles(
+    launches: list[Launched], dim: int, group_size: int, rank: int
+) -> None:
+    run_fused(dim, group_size, rank)
+    mine = [n for n in launches if n.kernel.__name__ in ("flash_kernel", "quantize_rows_kernel")]
+    for launched in {describe(launched): launched for launched in mine}.values():
+        compiled, used = compile_launch(launched)
+        label = describe(launched)
+        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
+        assert compiled.metadata.shared <= SHARED_LIMIT, label
+        ptx = compiled.asm["ptx"]
+        if has_dot(launched):
+            assert "wgmma.mma_async" in ptx, f"no wgmma: {label}"
+        if launched.arguments.get("K_KIND") in (1, 2):
+            assert "fma.rn.bf16x2" in ptx, f"not two channels an instruction: {label}"
+
+
 def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
-    growing = {"n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected"}
+    growing = {
+        "n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected", "n_queries",
+        "first_head",
+    }  # fmt: skip
     kernels = [
-        getattr(m, n) for m in (kmeans, encode, decode) for n in vars(m) if n.endswith("_kernel")
+        getattr(module, name)
+        for module in (kmeans, encode, decode, flash)
+        for name in vars(module)
+        if name.endswith("_kernel")
     ]
-    assert len(kernels) == 10
+    assert len(kernels) == 12
     for kernel in kernels:
         for parameter in kernel.params:
             if parameter.name in growing:

@@ -14,7 +14,7 @@ import logging
 import os
 from functools import lru_cache
 from types import ModuleType
-from typing import Literal, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -199,16 +199,35 @@ def _choose(device_type: str, override: str) -> tuple[Ops, str]:
 
 @lru_cache(maxsize=8)
 def fused_kernel(device: torch.device) -> ModuleType | str:
-    """The kernel of fused attention on this device (`kernels/flash.py`), or why there is none."""
+    """The kernel of fused attention on this device (`kernels/fused.py`), or why there is none."""
     ops = ops_for(device)
     if not isinstance(ops, TritonOps):
         return explain(device)
-    from kernels import flash
+    from kernels import fused
 
-    return flash
+    return fused
 
 
 # --- Triton wiring: the one place that imports `kernels` ---------------------------------------
+
+
+class QtcKernels(NamedTuple):
+    """Launchers of the qtc format's kernels, which have no counterpart in `Ops`."""
+
+    encode: ModuleType
+    decode: ModuleType
+    moments: ModuleType
+    turning: type
+
+
+def qtc_kernels(device: torch.device, head_dim: int) -> QtcKernels | None:
+    """qtc's kernels where they run; None where the PyTorch code of formats/qtc_*.py does."""
+    ops = ops_for(device)
+    if not isinstance(ops, TritonOps) or not ops._covered(unsupported(head_dim)):
+        return None
+    from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile
+
+    return QtcKernels(qtc_encode, qtc_decode, qtc_moments, qtc_tile.Turning)
 
 
 def _load_triton() -> Ops:

@@ -22,7 +22,7 @@ def fused_attention(reading: Reading, q: Tensor, bias: Tensor | None) -> Tensor 
     reason = kernel if isinstance(kernel, str) else kernel.unsupported_queries(q)
     if bias is not None:
         reason = "a score bias is added to the scores of staged keys"
-    segments = [] if reason else _segments(reading)
+    segments = [] if reason else _segments(reading, q)
     if isinstance(segments, str):
         reason = segments
     if reason:
@@ -31,7 +31,7 @@ def fused_attention(reading: Reading, q: Tensor, bias: Tensor | None) -> Tensor 
     return kernel.fused(q, segments, q.shape[2] ** -0.5)
 
 
-def _segments(reading: Reading) -> list[Shown] | str:
+def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:
     """What the kernel reads, or the reason why it cannot."""
     shown: list[Shown] = []
     for segment in reading.segments:
@@ -42,5 +42,5 @@ def _segments(reading: Reading) -> list[Shown] | str:
             return f"the format {fmt.name} has no fused form"
         spans = segment.keys[reading.slot], segment.values[reading.slot]
         shown.append((fmt.side(spans[0]), fmt.side(spans[1]), start, stop))
-    own = (Side("plain", t) for t in (reading.k, reading.v))
+    own = (Side("plain", t.to(q.dtype)) for t in (reading.k, reading.v))
     return [*shown, (*own, 0, reading.k.shape[1])]

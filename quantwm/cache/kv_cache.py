@@ -18,11 +18,14 @@ from torch import Tensor
 from quantwm.cache import checks
 from quantwm.cache.attention import ScoreBias, attend
 from quantwm.cache.chunk import BF16, Codebooks, Encoder, LayerWrite, OpenChunk
+from quantwm.cache.codebook_life import BookFit
+from quantwm.cache.commit import Built, build, finish_all
 from quantwm.cache.formats.base import Format, Learner, Learns
-from quantwm.cache.growth import grown, guide_for
+from quantwm.cache.growth import Past, guide_for
 from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
 from quantwm.cache.reading import Reading, decode_visible, first_visible, visible_tokens
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, evict
+from quantwm.cache.settling import settled
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics, moment
 from quantwm.cache.storage import Savable
@@ -166,7 +169,7 @@ class KVCache(Savable):
         layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
         """
         write = LayerWrite(layer, k, v, q, stream)
-        seen = self._reading(write, clean)
+        seen = self.reading(write, clean)
         q = q.to(self.dtype)
         wanted = score_bias is not None and seen.past
         bias = score_bias(layer, stream, q, seen.past) if wanted else None
@@ -194,7 +197,7 @@ class KVCache(Savable):
         if stream in self._companions:
             return self._companions[stream].gather(layer, k, v, clean=clean, q=q)
         write = LayerWrite(layer, k, v, q, stream)
-        keys, values = self._reading(write, clean).staged(self.workspace, self.dtype)
+        keys, values = self.reading(write, clean).staged(self.workspace, self.dtype)
         if clean:
             self._write(write)
         return keys, values
@@ -206,16 +209,19 @@ class KVCache(Savable):
         On any error the history is as before and the chunk still open. Raises RuntimeError when
         a layer is missing, UserError on a bad mask or when a CUDA write was not finite.
         """
+        caches = [self, *self._companions.values()]
         state = self._generator.get_state()
         try:
-            commits = [self._prepared(keep_mask)]
-            commits += [companion._prepared(None) for companion in self._companions.values()]
+            built = [self._built(keep_mask), *(other._built(None) for other in caches[1:])]
+            becomes = finish_all(built)
+            adds = [cache._added_queries() for cache in caches]
         except BaseException:
             self._generator.set_state(state)
             raise
-        # No commit allocates, so it is all or nothing.
-        for commit in commits:
-            commit()
+        # Nothing from here on allocates, so it is all or nothing.
+        for cache, past, add_queries in zip(caches, becomes, adds, strict=True):
+            add_queries()
+            cache._commit(past)
 
     def abort_chunk(self) -> None:
         """Forget the open chunk, if there is one: the cache is as it was before begin_chunk."""
@@ -254,7 +260,7 @@ class KVCache(Savable):
     def evict(self, before_frame: int) -> None:
         """Drop every frame before this one, the sink excepted."""
         self._require_idle("evict")
-        self._segments = evict(self._segments, before_frame)
+        self._segments = settled(evict(self._segments, before_frame), self._segments)
         for companion in self._companions.values():
             companion.evict(before_frame)
 
@@ -267,8 +273,7 @@ class KVCache(Savable):
         self._segments, self._origin, self._next_frame = [], None, None
         if self._span.number >= 0:
             # A full span, so that the next chunk opens one of its own.
-            number, lesson = self._span.number, self._span.lesson
-            self._span = SpanPlan(number, self.policy.span_tokens, lesson=lesson)
+            self._span = replace(self._span, tokens=self.policy.span_tokens)
         for companion in self._companions.values():
             companion.clear()
 
@@ -278,14 +283,15 @@ class KVCache(Savable):
             companion.reset()
         self._open: OpenChunk | None = None
         self._segments: list[Segment] = []
-        self._books = Codebooks()
+        self._books, self._fit = Codebooks(), BookFit()
         self._span = SpanPlan(number=-1, tokens=0)
         self._origin: int | None = None
         self._next_frame: int | None = None
         self._generator.manual_seed(self.seed)
         slots = self.spec.layers * len(self.spec.streams)
         shape = (slots, self.spec.heads, self.spec.head_dim)
-        self._statistics = QueryStatistics(*shape, self.device)
+        compact = getattr(self.fmt, "compact_statistics", False)
+        self._statistics = QueryStatistics(*shape, self.device, compact)
         self._learner: Learner | None = None
         if isinstance(self.fmt, Learns):
             window, frame = self.policy.window_frames, self.spec.tokens_per_frame
@@ -297,7 +303,7 @@ class KVCache(Savable):
         shared = {"device": self.device, "dtype": self.dtype, "workspace": self.workspace}
         other = KVCache(self.spec, self.fmt, self.policy, seed=self.seed, **shared)
         other._segments = list(self._segments)
-        other._books, other._span = self._books, self._span
+        other._books, other._span, other._fit = self._books, self._span, self._fit
         other._origin, other._next_frame = self._origin, self._next_frame
         other._generator.set_state(self._generator.get_state())
         other._statistics = self._statistics.copy()
@@ -307,7 +313,7 @@ class KVCache(Savable):
 
     # Reading.
 
-    def _reading(self, write: LayerWrite, clean: bool) -> Reading:
+    def reading(self, write: LayerWrite, clean: bool = False) -> Reading:
         """What the open chunk sees of one layer."""
         chunk = self._require_open("attend")
         slot = checks.slot_of(self.spec, write.layer, write.stream)
@@ -342,41 +348,37 @@ class KVCache(Savable):
 
     # Writing.
 
-    def _prepared(self, keep_mask: Tensor | None) -> Callable[[], None]:
-        """Check the open chunk and build what is to be; the commit that puts it in place."""
+    def _past(self) -> Past:
+        return Past(self._segments, self._books, self._span, self._fit, self._learner)
+
+    def _built(self, keep_mask: Tensor | None) -> Built:
+        """Check the open chunk and build what is to be."""
         chunk = self._require_open("finalize_chunk")
         checks.check_complete(self.spec, chunk)
-        checks.check_flags(chunk)
         keep = checks.mask_on_host(chunk.tokens, keep_mask)
-        guide = self._guide(chunk)
-        per_frame, held = self.spec.tokens_per_frame, (self._segments, self._books)
-        segments, books = grown(
-            *held, chunk, guide, self.fmt, self.policy, per_frame, self._generator, keep
-        )
-        next_stop = chunk.stop_frame + self.spec.frames_per_chunk
-        segments = evict(segments, first_visible(self.policy, next_stop))
-        moments = {s: w.moment for s, w in chunk.writes.items() if w.moment is not None}
-        learner = self._learner
-        if learner is not None:
-            learner = learner.with_chunk({s: w.learned for s, w in chunk.writes.items()})
-        queries = max(w.queries for w in chunk.writes.values())
-        add_queries = self._statistics.prepared(moments, queries)
+        known = self._statistics, self.spec, self.fmt, self.policy
+        return build(chunk, self._past(), self._guide(chunk), *known, self._generator, keep)
 
-        def commit() -> None:
-            add_queries()
-            self._segments, self._books, self._span = segments, books, guide.span
-            self._learner = learner
-            if self._origin is None:
-                self._origin = chunk.first_frame
-            self._next_frame = chunk.stop_frame
-            self._open = None
+    def _added_queries(self) -> Callable[[], None]:
+        """What adds the open chunk's queries to the statistics; see `QueryStatistics.prepared`."""
+        writes = self._require_open("finalize_chunk").writes
+        moments = {slot: w.moment for slot, w in writes.items() if w.moment is not None}
+        return self._statistics.prepared(moments, max(w.queries for w in writes.values()))
 
-        return commit
+    def _commit(self, past: Past) -> None:
+        """Put in place what the open chunk made of the past."""
+        chunk = self._require_open("finalize_chunk")
+        self._segments, self._books = list(past.segments), past.books
+        self._span, self._fit, self._learner = past.span, past.fit, past.learner
+        if self._origin is None:
+            self._origin = chunk.first_frame
+        self._next_frame = chunk.stop_frame
+        self._open = None
 
     def _guide(self, chunk: OpenChunk) -> ChunkGuide:
         if chunk.guide is None:
-            known = (self.policy, self._statistics, self._learner, self.spec.tokens_per_frame)
-            chunk.guide = guide_for(chunk, self._span, self.fmt, *known)
+            known = self._statistics, self.spec, self.fmt, self.policy
+            chunk.guide = guide_for(chunk, self._past(), *known)
         return chunk.guide
 
     def _write(self, write: LayerWrite) -> None:
