@@ -75,16 +75,21 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     partial = path.with_name(path.name + ".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
-            for tensor in tensors.values():
-                _write_tensor(file, tensor)
-        os.replace(partial, path)
+        try:
+            _write_file(partial, text, tensors)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+
+
+def _write_file(path: Path, header: bytes, tensors: Mapping[str, Tensor]) -> None:
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little"))
+        file.write(header)
+        for tensor in tensors.values():
+            _write_tensor(file, tensor)
 
 
 def _write_tensor(file: BinaryIO, tensor: Tensor) -> None:
