@@ -92,6 +92,7 @@ class Engine:
         self.image = None if image is None else fitted_picture(image, world.spec.video_size)
         self.scene = scene if image is not None else scene or first_scene(world)
         self.prompt = prompt
+        self._switched: str | None = None
         self.steps = steps_for(world, steps)
         self.max_tokens = max_tokens_for(world.device, max_tokens)
         spec = world.spec.cache
@@ -148,6 +149,16 @@ class Engine:
         self._index = index
         x0 = {name: output.x0 for name, output in outputs.items()}
         return self._block(index, action, frames, milliseconds, x0, began)
+
+    def change_prompt(self, prompt: str) -> None:
+        """Go on under another prompt; histories stay. UserError where the world takes none."""
+        self._check_open()
+        change = getattr(self.world, "change_prompt", None)
+        if change is None:
+            raise UserError(f"the world {self.world.spec.name} takes no prompt")
+        for lane in self._running:
+            change(lane.state, prompt)
+        self.prompt = self._switched = prompt
 
     def explain(self) -> str:
         """Which kernels run and why, and how much history is kept, one line."""
@@ -353,6 +364,7 @@ class Engine:
             parts[f"kv:{name}"] = ledger.total
         parts["scratch"] = self._workspace.nbytes if self._workspace else 0
         first = self.history_frames - self.world.spec.cache.frames_per_chunk if index else 0
+        switched, self._switched = self._switched, None
         return BlockResult(
             index=index,
             first_frame=first,
@@ -361,6 +373,7 @@ class Engine:
             memory=read_memory(self.world.device, parts),
             ms=(time.perf_counter() - began) * 1000,
             x0=x0,
+            prompt=switched if index else None,
         )
 
 

@@ -67,6 +67,7 @@ class BlockResult:
     """What one chunk produced, for every lane, from the same action and the same noise.
 
     index 0 holds the start scene's context frames (the same pictures for all lanes).
+    prompt: what the chunk is the first to be made under, None where the prompt did not change.
     """
 
     index: int
@@ -76,6 +77,7 @@ class BlockResult:
     memory: MemoryReading
     ms: float
     x0: Mapping[str, tuple[torch.Tensor, ...]]
+    prompt: str | None = None
 
 
 class EngineLike(Protocol):

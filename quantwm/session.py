@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -22,7 +21,8 @@ from quantwm.actions import action_to_json, format_actions
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
 from quantwm.metrics import psnr_of_mse
-from quantwm.totals import RunTotals, errors_to_bf16
+from quantwm.session_plots import PlotLines
+from quantwm.totals import ChangeWatch, RunTotals, errors_to_bf16
 from quantwm.video import LosslessWriter, PreviewWriter, require_pyav
 from quantwm.worlds.base import ChunkAction
 
@@ -37,6 +37,7 @@ ACTIONS_FILE = "actions.ndjson"
 METRICS_FILE = "metrics.csv"
 PREVIEW_FILE = "preview.mp4"
 START_FILE = "start.png"
+PLOTS_FILE = "plots.png"
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 """Names of lanes and worlds; a lane's name is also its video's, so it can hold no separator."""
@@ -51,6 +52,8 @@ METRICS_COLUMNS = (
     "resident_ratio",
     "ms",
     "psnr_to_bf16",
+    "temporal",
+    "excess",
     "frames_sha256",
 )
 
@@ -120,6 +123,7 @@ class SessionWriter:
         self._preview: PreviewWriter | None = None
         self._actions: TextIO | None = None
         self._metrics: TextIO | None = None
+        self._plots, self._changes = PlotLines(), ChangeWatch()
         _make_empty(folder)
         try:
             self._open()
@@ -164,10 +168,14 @@ class SessionWriter:
             "first_frame": block.first_frame,
             "frames": action_to_json(block.action),
         }
+        if block.prompt is not None:
+            line["prompt"] = block.prompt
         self._actions.write(json.dumps(line) + "\n")
         rows = csv.writer(self._metrics)
+        changes = self._changes.add(block, self.info.lanes)
         for lane in block.lanes:
-            rows.writerow(_metrics_row(block, lane, mse.get(lane.name)))
+            rows.writerow(_metrics_row(block, lane, mse.get(lane.name), changes[lane.name]))
+            self._plot(lane, mse.get(lane.name), changes[lane.name][1])
             if lane.name in self._lossless:
                 self._lossless[lane.name].write(lane.frames)
         if self._preview is not None:
@@ -176,6 +184,30 @@ class SessionWriter:
         self._actions.flush()
         self._metrics.flush()
 
+    def copy_to(self, folder: Path) -> None:
+        """A whole session of what was recorded so far, in a new folder, while this one goes on.
+
+        Videos are finished files with every frame in them; the preview ends at a whole second.
+
+        Raises:
+            UserError: this session is closed or has stopped, or the folder cannot be written.
+        """
+        if self._actions is None or self._metrics is None:
+            raise UserError("this session is closed: its folder is whole, copy that")
+        _make_empty(folder)
+        try:
+            for name in (ACTIONS_FILE, METRICS_FILE, PREVIEW_FILE, START_FILE):
+                if (self.folder / name).is_file():
+                    shutil.copyfile(self.folder / name, folder / name)
+            for name, writer in self._lossless.items():
+                writer.copy_to(folder / f"{name}.mkv")
+            self._plots.save(folder / PLOTS_FILE)
+            self._write_info(complete=True, folder=folder)
+        except OSError as error:
+            raise UserError(
+                f"the recording cannot be copied to {folder}: {error.strerror or error}"
+            ) from error
+
     def close(self, complete: bool = True) -> None:
         """Finish all files; a second call does nothing. complete: whether the run went well."""
         if self._actions is None:
@@ -183,6 +215,7 @@ class SessionWriter:
         try:
             self._close_files()
             self._write_info(complete)
+            self._plots.save(self.folder / PLOTS_FILE)
         except OSError as error:
             self.stopped = f"recording ended: {error.strerror or error}"
 
@@ -209,7 +242,12 @@ class SessionWriter:
         if failure is not None:
             raise failure
 
-    def _write_info(self, complete: bool) -> None:
+    def _plot(self, lane: LaneResult, mse: np.ndarray | None, excess: float | None) -> None:
+        psnr = None if mse is None else psnr_of_mse(float(mse.mean()))
+        mib = lane.kv_bytes / 2**20
+        self._plots.add(lane.name, psnr=psnr, excess=excess, mib=mib, ms=lane.ms)
+
+    def _write_info(self, complete: bool, folder: Path | None = None) -> None:
         document = {
             "format": FORMAT,
             "version": VERSION,
@@ -221,7 +259,9 @@ class SessionWriter:
             document["actions"] = document["actions"] or format_actions(self._played)
             document["frames"] = self.totals.frames
             document["blocks"] = len(self._played)
-        write_atomically(self.folder / SESSION_FILE, json.dumps(document, indent=2) + "\n")
+        write_atomically(
+            (folder or self.folder) / SESSION_FILE, json.dumps(document, indent=2) + "\n"
+        )
 
     def __enter__(self) -> SessionWriter:
         return self
@@ -248,21 +288,6 @@ def info_to_json(info: SessionInfo) -> dict[str, Any]:
         for lane in info.lanes
     ]
     return json.loads(json.dumps(document))
-
-
-def zip_session(folder: Path, target: Path) -> Path:
-    """Pack the known files of a session folder into a zip for download; links are left out."""
-    names = (SESSION_FILE, ACTIONS_FILE, METRICS_FILE, PREVIEW_FILE, START_FILE)
-    videos = sorted(path.name for path in folder.glob("*.mkv") if NAME.fullmatch(path.stem))
-    partial = target.with_name(target.name + ".part")
-    # videos are compressed already: stored, not deflated
-    with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
-        for name in (*names, *videos):
-            path = folder / name
-            if path.is_file() and not path.is_symlink():
-                archive.write(path, f"{folder.name}/{name}")
-    os.replace(partial, target)
-    return target
 
 
 def frames_sha256(frames: np.ndarray) -> str:
@@ -295,7 +320,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _metrics_row(
-    block: BlockResult, lane: LaneResult, mse: np.ndarray | None
+    block: BlockResult,
+    lane: LaneResult,
+    mse: np.ndarray | None,
+    changes: tuple[float | None, float | None],
 ) -> tuple[object, ...]:
     psnr = "" if mse is None else f"{psnr_of_mse(float(mse.mean())):.4f}"
     ratio = "" if lane.ratio is None else f"{lane.ratio:.6f}"
@@ -309,6 +337,7 @@ def _metrics_row(
         f"{lane.resident_ratio:.6f}",
         f"{lane.ms:.3f}",
         psnr,
+        *("" if value is None else f"{value:.4f}" for value in changes),
         frames_sha256(lane.frames),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from quantwm.worlds.base import ChunkAction
 MAX_INFO_BYTES = 2**20
 MAX_LINES_BYTES = 64 * 2**20
 MAX_LANES = 16
+MAX_PROMPT = 4_000  # characters of a prompt that was switched to
 DTYPES = ("bfloat16", "float32")
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class Session:
     Attributes:
         complete: whether its writer closed it; a killed run can still be replayed.
         actions: of each generated chunk, in order.
+        prompts: block -> the prompt that was switched to before it.
+        notes: what a person should know, one line each: that another version made it.
         frame_hashes: per lane the sha256 of the raw frames of each chunk, in order.
     """
 
@@ -51,6 +54,8 @@ class Session:
     complete: bool
     actions: tuple[ChunkAction, ...]
     frame_hashes: Mapping[str, tuple[str, ...]]
+    prompts: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def video(self, lane: str) -> Path | None:
         """The lossless video of a lane, if the session has one."""
@@ -80,15 +85,27 @@ def load_session(folder: Path) -> Session:
     if not folder.is_dir():
         raise UserError(f"no such session folder: {folder}")
     document = _read_json(folder / SESSION_FILE)
-    if document.get("format") != FORMAT or document.get("version") != VERSION:
+    if document.get("format") != FORMAT:
         raise UserError(
-            f"{SESSION_FILE} is not a {FORMAT} of version {VERSION}: "
-            f"format {_shown(document.get('format'))}, version {_shown(document.get('version'))}"
+            f"{SESSION_FILE} is not a {FORMAT}: format {_shown(document.get('format'))}"
         )
-    info = _read_info(document)
-    actions = _read_actions(folder / ACTIONS_FILE, info)
+    version = _integer(document, "version", 1, 1000)
+    notes = () if version == VERSION else (_other_version(version),)
+    try:
+        info = _read_info(document)
+    except UserError as error:
+        raise UserError(" ".join((str(error), *(f"({note})" for note in notes)))) from error
+    actions, prompts = _read_actions(folder / ACTIONS_FILE, info)
     hashes = _read_hashes(folder / METRICS_FILE, info, len(actions))
-    return Session(folder, info, document.get("complete") is True, actions, hashes)
+    complete = document.get("complete") is True
+    return Session(folder, info, complete, actions, hashes, prompts, notes)
+
+
+def _other_version(version: int) -> str:
+    return (
+        f"this session was made in version {version} of its form, this program knows {VERSION}: "
+        "what it does not know is left out"
+    )
 
 
 def _read_info(document: Mapping[str, Any]) -> SessionInfo:
@@ -122,7 +139,7 @@ def _read_info(document: Mapping[str, Any]) -> SessionInfo:
         mode=mode,
         steps=_integer(document, "steps", 1, 1000),
         max_tokens=tokens,
-        lanes=_read_lanes(document.get("lanes")),
+        lanes=_read_lanes(document.get("lanes"), document.get("version") == VERSION),
         keys=tuple(keys),
         frames_per_chunk=_integer(document, "frames_per_chunk", 1, 1024),
         fps=_number(document, "fps", 0.01, 1000),
@@ -136,7 +153,7 @@ def _read_info(document: Mapping[str, Any]) -> SessionInfo:
     )
 
 
-def _read_lanes(value: object) -> tuple[LaneConfig, ...]:
+def _read_lanes(value: object, exact: bool) -> tuple[LaneConfig, ...]:
     if not _is_list(value, dict) or not 1 <= len(value) <= MAX_LANES:
         raise UserError(f"{SESSION_FILE}: lanes is a list of 1 to {MAX_LANES} lanes")
     lanes = []
@@ -151,7 +168,7 @@ def _read_lanes(value: object) -> tuple[LaneConfig, ...]:
                 name=name,
                 method=_field(entry, "method", str),
                 settings=settings,
-                policy=_read_policy(_field(entry, "policy", dict), name),
+                policy=_read_policy(_field(entry, "policy", dict), name, exact),
             )
         )
     if len({lane.name for lane in lanes}) != len(lanes):
@@ -159,10 +176,11 @@ def _read_lanes(value: object) -> tuple[LaneConfig, ...]:
     return tuple(lanes)
 
 
-def _read_policy(value: Mapping[str, Any], lane: str) -> CachePolicy:
+def _read_policy(value: Mapping[str, Any], lane: str, exact: bool) -> CachePolicy:
     known = CachePolicy.__dataclass_fields__
-    if set(value) != set(known):
+    if exact and set(value) != set(known):
         raise UserError(f"{SESSION_FILE}: policy of lane {lane} has the fields {', '.join(known)}")
+    value = {name: value[name] for name in known if name in value}
     for name, number in value.items():
         if number is None and name == "window_frames":
             continue
@@ -172,8 +190,9 @@ def _read_policy(value: Mapping[str, Any], lane: str) -> CachePolicy:
     return CachePolicy(**value)
 
 
-def _read_actions(path: Path, info: SessionInfo) -> tuple[ChunkAction, ...]:
+def _read_actions(path: Path, info: SessionInfo) -> tuple[tuple[ChunkAction, ...], dict[int, str]]:
     actions: list[ChunkAction] = []
+    prompts: dict[int, str] = {}
     lines = _read_text(path, MAX_LINES_BYTES).split("\n")
     for number, line in enumerate(lines, 1):
         if not line:
@@ -189,9 +208,15 @@ def _read_actions(path: Path, info: SessionInfo) -> tuple[ChunkAction, ...]:
                 f"{path.name} line {number} is not the action of block {len(actions) + 1}"
             )
         actions.append(action_from_json(entry.get("frames"), info.keys, info.frames_per_chunk))
+        if "prompt" in entry:
+            if not isinstance(entry["prompt"], str) or len(entry["prompt"]) > MAX_PROMPT:
+                raise UserError(
+                    f"{path.name} line {number}: a prompt has at most {MAX_PROMPT:,} characters"
+                )
+            prompts[len(actions)] = entry["prompt"]
         if len(actions) * info.frames_per_chunk > MAX_FRAMES + info.frames_per_chunk:
             raise UserError(f"{path.name} holds more than {MAX_FRAMES:,} latent frames")
-    return tuple(actions)
+    return tuple(actions), prompts
 
 
 def _read_hashes(path: Path, info: SessionInfo, blocks: int) -> dict[str, tuple[str, ...]]:

@@ -19,9 +19,12 @@ from wan_helpers import make_model, tiny_action, upstream_weights
 
 from quantwm.actions import parse_actions
 from quantwm.cli import main
+from quantwm.describe import session_info
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
+from quantwm.session import SessionWriter
+from quantwm.session_reader import load_session
 from quantwm.worlds import registry
 from quantwm.worlds import room as rooms
 from quantwm.worlds.registry import load_world, world_presence, world_spec
@@ -214,6 +217,32 @@ def test_play_and_replay_on_the_command_line(tiny: str, tmp_path: Path, capsys) 
     assert main(play) == 0
     document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert document["frames"] >= 21
+    assert main(["replay", str(out), "--device", "cpu"]) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bit_identical"]
+
+
+@pytest.mark.parametrize("tiny", ["causal_forcing"], indirect=True)
+def test_a_prompt_switch_is_recorded_and_replayed(tiny: str, tmp_path: Path, capsys) -> None:
+    world, spec = load_world("tiny", "cpu"), world_spec("tiny")
+    action = parse_actions("none-3", spec.keys, 3)[0]
+    lanes = settings(lanes_for(spec, ("bf16", "qvg")))
+    out = tmp_path / "session"
+    with Engine(world, lanes, seed=1, prompt="a walk", max_tokens=10_000) as engine:
+        engine.start()
+        with SessionWriter(out, session_info(engine), video=False) as writer:
+            for prompt in (None, "through", None):
+                if prompt is not None:
+                    engine.change_prompt(prompt)
+                block = engine.step(action)
+                assert block.prompt == prompt
+                writer.write(block)
+        with pytest.raises(UserError, match="at most 4,000 characters, got 10,000"):
+            engine.change_prompt("a" * 10_000)
+        with pytest.raises(UserError, match="the prompt is empty"):
+            engine.change_prompt(" ")
+        assert engine.prompt == "through", "a refused prompt changes nothing"
+        assert engine.step(action).prompt is None
+    assert load_session(out).prompts == {2: "through"}
     assert main(["replay", str(out), "--device", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bit_identical"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from quantwm.describe import versions
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.session import frames_sha256
-from quantwm.session_reader import Session, load_session
+from quantwm.session_reader import Session
+from quantwm.session_zip import open_session
 from quantwm.video import has_pyav, iter_video
 from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import load_world, world_spec
@@ -22,7 +24,7 @@ from quantwm.worlds.registry import load_world, world_spec
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `replay`."""
-    parser.add_argument("folder", type=Path, help="a session folder")
+    parser.add_argument("folder", type=Path, help="a session folder or zip")
     add_device(parser)
 
 
@@ -31,7 +33,7 @@ class LaneCheck:
 
     def __init__(self, session: Session, lane: str) -> None:
         self.lane = lane
-        self.first: dict[str, int] | None = None
+        self.first: dict[str, Any] | None = None
         self._hashes = session.frame_hashes[lane]
         path = session.video(lane)
         self._video: Iterator[np.ndarray] | None = None
@@ -58,7 +60,8 @@ class LaneCheck:
             if recorded is None:
                 return False
             if self.first is None and not np.array_equal(recorded, frame):
-                self.first = {"block": block, "frame": first_frame + offset}
+                where = {"block": block, "frame": first_frame + offset}
+                self.first = where | first_pixel(recorded, frame)
         return True
 
     def close(self) -> None:
@@ -67,10 +70,24 @@ class LaneCheck:
             self._video.close()  # type: ignore[attr-defined]
 
 
+def first_pixel(recorded: np.ndarray, now: np.ndarray) -> dict[str, Any]:
+    """Where two frames uint8 [H, W, 3] first differ, row by row, with both colours there."""
+    if recorded.shape != now.shape:
+        return {"recorded_size": list(recorded.shape[1::-1]), "size": list(now.shape[1::-1])}
+    y, x = (int(place) for place in np.argwhere((recorded != now).any(axis=2))[0])
+    return {"pixel": [x, y], "recorded": recorded[y, x].tolist(), "now": now[y, x].tolist()}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Rerun the session. Status 0 when every frame is bit-identical, 1 when one differs."""
-    session = load_session(arguments.folder)
+    with open_session(arguments.folder) as session:
+        return _replay(session, arguments)
+
+
+def _replay(session: Session, arguments: argparse.Namespace) -> int:
     info = session.info
+    for note in session.notes:
+        say(note)
     if not session.actions:
         raise UserError(f"{arguments.folder} holds no action: there is nothing to replay")
     spec = world_spec(info.world)
@@ -82,9 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = None if info.dtype is None else getattr(torch, info.dtype)
     world = load_world(info.world, device, dtype=dtype)
     if world.weights_sha256() != info.weights_sha256:
-        raise UserError(
-            f"the session was made with weights {info.weights_sha256[:12]}, "
-            f"these are {world.weights_sha256()[:12]}; it cannot be bit-identical"
+        say(
+            f"the session was made with weights {info.weights_sha256[:12]}, these are "
+            f"{world.weights_sha256()[:12]}: it plays, and its frames will differ"
         )
     _say_what_changed(session)
     frames, blocks = 0, 0
@@ -100,7 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
         max_tokens=info.max_tokens or _tokens_of(session, spec),
     ) as engine:
         engine.start()
-        for action in session.actions:
+        for number, action in enumerate(session.actions, 1):
+            if number in session.prompts:
+                engine.change_prompt(session.prompts[number])
             block = engine.step(action)
             ours = {lane.name: lane.frames for lane in block.lanes}
             recorded = [check.check(block.index, frames, ours[check.lane]) for check in checks]
@@ -115,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
         kernels = engine.explain()
     for check in checks:
         check.close()
-    return _report(session, checks, frames, blocks, str(device), kernels)
+    weights = world.weights_sha256()
+    return _report(session, checks, frames, blocks, str(device), kernels, weights)
 
 
 def _recording_ended(session: Session, short: LaneCheck, block: int) -> None:
@@ -144,13 +164,13 @@ def _report(
     blocks: int,
     device: str,
     kernels: str,
+    weights: str,
 ) -> int:
     for check in checks:
         if check.first is None:
             say(f"lane {check.lane}: bit-identical ({check.source}, {frames} frames)")
         else:
-            exact = "in frame" if check.source == "video" else "in the chunk that starts at frame"
-            say(f"lane {check.lane}: first differs {exact} {check.first['frame']}")
+            say(f"lane {check.lane}: first differs {_where(check)}")
     identical = all(check.first is None for check in checks)
     emit(
         {
@@ -170,9 +190,21 @@ def _report(
             "kernels": kernels,
             "session": str(session.folder),
             "weights_sha256": session.info.weights_sha256,
+            "weights_now": weights,
         }
     )
     return 0 if identical else 1
+
+
+def _where(check: LaneCheck) -> str:
+    first = check.first or {}
+    if check.source != "video":
+        return f"in the chunk that starts at frame {first['frame']}"
+    text = f"in frame {first['frame']}"
+    if "pixel" in first:
+        x, y = first["pixel"]
+        text += f" at pixel ({x}, {y}): {first['recorded']} recorded, {first['now']} now"
+    return text
 
 
 def _say_what_changed(session: Session) -> None:
