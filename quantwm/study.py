@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -13,6 +14,9 @@ from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.errors import UserError
 from quantwm.tensor_files import PARTS, RecordedTensors
+
+SCORE_ELEMENTS = 1 << 22
+"""Scores of queries and keys held at once, 16 MB in float32."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def study(
     first meet the decoded keys of all earlier ones.
 
     Args:
-        chunk: tokens of a chunk; must divide the recording's tokens.
+        chunk: tokens of a chunk; the last one may be shorter.
         span: tokens that share a codebook.
         settings: per entry of `methods`, for `make_format`.
         report: told about progress, one line at a time.
@@ -80,18 +84,23 @@ def study(
 
 
 def study_spec(tensors: RecordedTensors, chunk: int) -> CacheSpec:
-    """Geometry of the recording; UserError when a chunk does not divide it."""
+    """Geometry of the recording; UserError when it holds no second chunk.
+
+    The last chunk may be shorter. Where a chunk or the last one cuts a latent frame, places in a
+    frame mean nothing, and the tokens that both have whole numbers of take the place of frames.
+    """
     heads, tokens, head_dim = tensors.shape
-    if chunk < 1 or tokens % chunk or tokens // chunk < 2:
+    if not 1 <= chunk < tokens:
         raise UserError(
-            f"chunk {chunk} does not cut the recording's {tokens:,} tokens into 2 or more equal "
-            f"chunks; it was recorded with {tensors.metadata.get('chunk_tokens', 'unknown')}"
+            f"chunk {chunk} does not cut the recording's {tokens:,} tokens into 2 or more chunks; "
+            f"it was recorded with {tensors.metadata.get('chunk_tokens', 'unknown')}"
         )
     rope = tensors.rope()
     in_grid = chunk if rope is None else rope.grid[0] * rope.grid[1]
     frame = tensors.metadata_int("tokens_per_frame") or in_grid
-    if chunk % frame:
-        frame, rope = chunk, None  # chunks that cut frames: places in a frame mean nothing then
+    whole = math.gcd(chunk, tokens % chunk)
+    if whole % frame:
+        frame, rope = whole, None
     return CacheSpec(
         layers=len(tensors.layers),
         heads=heads,
@@ -106,33 +115,38 @@ def study_spec(tensors: RecordedTensors, chunk: int) -> CacheSpec:
 def _study_method(
     method: str, cache: KVCache, tensors: RecordedTensors, report: Callable[[str], None]
 ) -> MethodResult:
-    spec = cache.spec
-    size, frames = spec.tokens_per_chunk, spec.frames_per_chunk
-    chunks = tensors.shape[1] // size
+    spec, tokens = cache.spec, tensors.shape[1]
+    starts = range(0, tokens, spec.tokens_per_chunk)
     first = tensors.metadata_int("first_frame") or 0
     logit, shift, output = [], [], []
-    for number in range(chunks):
-        report(f"{method}: chunk {number + 1}/{chunks}")
-        cache.begin_chunk(first + number * frames, frames)
+    for number, start in enumerate(starts):
+        report(f"{method}: chunk {number + 1}/{len(starts)}")
+        now = slice(start, min(start + spec.tokens_per_chunk, tokens))
+        cache.begin_chunk(
+            first + start // spec.tokens_per_frame, (now.stop - start) // spec.tokens_per_frame
+        )
         for slot, layer in enumerate(tensors.layers.values()):
-            now = slice(number * size, (number + 1) * size)
             q, k, v = (layer[part][:, now].to(cache.device) for part in PARTS)
             if number:
-                past = [layer[part][:, : now.start].to(cache.device) for part in ("k", "v")]
+                past = [layer[part][:, :start].to(cache.device) for part in ("k", "v")]
                 found = compare_reads(q, (k, v), past, cache.history(slot))
                 for values, value in zip((logit, shift, output), found, strict=True):
                     values.append(value)
             cache.attend(slot, q, k, v, clean=True)
         cache.finalize_chunk()
-    errors = [
-        [
-            relative_error(a.to(cache.device), b)
-            for a, b in zip((layer["k"], layer["v"]), kept, strict=True)
-        ]
-        for layer, kept in (
-            (layer, cache.history(slot)) for slot, layer in enumerate(tensors.layers.values())
-        )
-    ]
+    return _result(method, cache, tensors, (fmean(logit), fmean(shift), fmean(output)))
+
+
+def _result(
+    method: str, cache: KVCache, tensors: RecordedTensors, found: tuple[float, float, float]
+) -> MethodResult:
+    """What the whole history became, and what was found on the way."""
+    spec = cache.spec
+    errors = []
+    for slot, layer in enumerate(tensors.layers.values()):
+        kept = cache.history(slot)
+        pairs = zip((layer["k"], layer["v"]), kept, strict=True)
+        errors.append([relative_error(exact.to(cache.device), decoded) for exact, decoded in pairs])
     ledger = cache.ledger()
     elements = 2 * cache.tokens * spec.layers * spec.heads * spec.head_dim
     statistics = ledger.parts.get("statistics", 0)
@@ -143,9 +157,9 @@ def _study_method(
         ratio=ledger.nominal_ratio,
         k_rel_mse=fmean(k for k, _ in errors),
         v_rel_mse=fmean(v for _, v in errors),
-        logit_mse=fmean(logit),
-        token_shift=fmean(shift),
-        attention_output_rel_mse=fmean(output),
+        logit_mse=found[0],
+        token_shift=found[1],
+        attention_output_rel_mse=found[2],
     )
 
 
@@ -157,24 +171,50 @@ def compare_reads(
 ) -> tuple[float, float, float]:
     """Logit MSE, token shift and relative output error of one chunk's queries, in float32.
 
-    q: [H, Nq, D]; current, past, decoded: (k, v), [H, N, D] each.
+    q: [H, Nq, D]; current, past, decoded: (k, v), [H, N, D] each. Head by head and some queries at
+    a time: whole score matrices of 40 heads, 4,680 queries and 28,080 tokens are 21 GB each.
     """
+    heads, queries, _ = q.shape
+    history = past[0].shape[1]
+    rows = max(SCORE_ELEMENTS // (history + current[0].shape[1]), 1)
+    sums = torch.zeros(4, dtype=torch.float64, device=q.device)
+    for head in range(heads):
+        parts = [[x[head].float() for x in pair] for pair in (current, past, decoded)]
+        for start in range(0, queries, rows):
+            sums += _block_sums(q[head, start : start + rows].float(), *parts)
+    squares, shifted, error, power = sums.tolist()
+    return (
+        squares / (heads * queries * history),
+        shifted / (heads * queries),
+        error / power if power else 0.0,
+    )
+
+
+def _block_sums(
+    q: torch.Tensor,
+    current: Sequence[torch.Tensor],
+    past: Sequence[torch.Tensor],
+    decoded: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Of one head's queries: squared logit changes, queries that shift, squared output error and
+    output, float64 [4]. q: [n, D]; the others: (k, v), [N, D] each, float32."""
     scale = q.shape[-1] ** -0.5
-    q, (k, v) = q.float(), (x.float() for x in current)
-    own = q @ k.transpose(1, 2) * scale
-    exact, changed = (q @ keys.float().transpose(1, 2) * scale for keys in (past[0], decoded[0]))
-    change = changed - exact
-    change -= change.mean(dim=-1, keepdim=True)  # softmax does not see a common change
-    shifted = exact.argmax(-1) != changed.argmax(-1)
+    own = q @ current[0].t() * scale
+    exact, changed = (q @ keys.t() * scale for keys in (past[0], decoded[0]))
+    shifted = (exact.argmax(-1) != changed.argmax(-1)).sum()
     outputs = [
-        torch.softmax(torch.cat((scores, own), -1), -1) @ torch.cat((values.float(), v), 1)
+        torch.softmax(torch.cat((scores, own), -1), -1) @ torch.cat((values, current[1]))
         for scores, values in ((exact, past[1]), (changed, decoded[1]))
     ]
-    return (
-        float(change.square().mean(dtype=torch.float64)),
-        float(shifted.double().mean()),
-        relative_error(*outputs),
+    change = changed.sub_(exact)
+    change -= change.mean(dim=-1, keepdim=True)  # softmax does not see a common change
+    found = (
+        change.square_().sum(dtype=torch.float64),
+        shifted.double(),
+        (outputs[1] - outputs[0]).square().sum(dtype=torch.float64),
+        outputs[0].square().sum(dtype=torch.float64),
     )
+    return torch.stack(found)
 
 
 def relative_error(exact: torch.Tensor, approximate: torch.Tensor) -> float:

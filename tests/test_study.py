@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import quantwm.study as study_module
 from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
-from quantwm.study import study, study_spec
+from quantwm.study import compare_reads, study, study_spec
 from quantwm.tensor_files import TensorRecorder, default_layers, load_tensors
 
 HEADS, CHUNK, DIM = 2, 8, 64
@@ -136,10 +137,33 @@ def test_geometry_comes_from_the_file(tmp_path):
     spec = study_spec(loaded, 8)
     assert (spec.layers, spec.heads, spec.head_dim) == (2, HEADS, DIM)
     assert (spec.tokens_per_frame, spec.frames_per_chunk) == (4, 2)
-    with pytest.raises(UserError, match=r"chunk 7 does not cut .* 32 tokens .* recorded with 8"):
-        study_spec(loaded, 7)
-    with pytest.raises(UserError, match="2 or more"):
-        study_spec(loaded, 32)
+    for wrong in (0, 32, 40):
+        with pytest.raises(UserError, match=rf"chunk {wrong} .* 2 or more .* recorded with 8"):
+            study_spec(loaded, wrong)
+
+
+def test_the_last_chunk_may_be_shorter(tmp_path):
+    tensors = make_tensors(chunks=3, layers=(0,))
+    file = write(tmp_path / "a.safetensors", tensors, tokens_per_frame="4")
+    whole = study_spec(load_tensors(file), 16)  # 16 and 8 tokens, 4 and 2 frames
+    assert (whole.tokens_per_frame, whole.frames_per_chunk) == (4, 4)
+    cut = study_spec(load_tensors(file), 10)  # 10, 10 and 4 tokens: frames are cut
+    assert (cut.tokens_per_frame, cut.frames_per_chunk) == (2, 5)
+    for chunk in (16, 10, 7):
+        (bf16, quantwm) = study(
+            load_tensors(file), ["bf16", "quantwm"], chunk=chunk, span=16, settings=SETTINGS
+        )
+        assert bf16.logit_mse == 0.0 and bf16.bits_per_element == 16.0
+        assert 0 < quantwm.k_rel_mse < 0.5
+
+
+def test_scores_in_blocks_are_the_scores_of_all(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 9, 16, generator=generator) for _ in range(3))
+    past, decoded = ([torch.randn(2, 20, 16, generator=generator)] * 2 for _ in range(2))
+    whole = compare_reads(q, (k, v), past, decoded)
+    monkeypatch.setattr(study_module, "SCORE_ELEMENTS", 2 * 29)
+    assert compare_reads(q, (k, v), past, decoded) == pytest.approx(whole, rel=1e-6)
 
 
 def test_rope_comes_from_the_metadata(tmp_path):
