@@ -62,13 +62,17 @@ def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool) -> None:
             raise UserError(_not_finite(name))
 
 
-def check_flags(chunk: OpenChunk) -> None:
-    """The extremes of all CUDA writes of the chunk, in one read."""
+def flags(chunk: OpenChunk) -> list[Tensor]:
+    """Whether each CUDA write of the chunk was finite, on the device: for `check_flags`."""
     if not chunk.extremes:
-        return
-    names, lows, highs = zip(*chunk.extremes, strict=True)
-    flags = (torch.stack(lows).isfinite() & torch.stack(highs).isfinite()).tolist()
-    for name, finite in zip(names, flags, strict=True):
+        return []
+    _, lows, highs = zip(*chunk.extremes, strict=True)
+    return [torch.stack(lows).isfinite() & torch.stack(highs).isfinite()]
+
+
+def check_flags(chunk: OpenChunk, found: Iterable[float]) -> None:
+    """found: what `flags` holds, read."""
+    for (name, _, _), finite in zip(chunk.extremes, found, strict=True):
         if not finite:
             raise UserError(_not_finite(name))
 

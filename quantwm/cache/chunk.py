@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.codebook_life import outliving
 from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Format
 from quantwm.cache.positions import TokenPositions
@@ -47,6 +49,7 @@ class PendingWrite:
         rest: key and value spans of the other frames, in the cache's format or, when recent
             chunks stay BF16, in BF16; None without.
         books: the codebooks that `rest` was encoded against.
+        power: of the residuals, float32 [keys, values]; None where codebooks do not outlive spans.
         moment, queries: of its queries, for the statistics; None and 0 when they are not wanted.
         learned: what a format's learner made of it; None without a learner.
     """
@@ -54,13 +57,14 @@ class PendingWrite:
     sink: tuple[Any, Any] | None
     rest: tuple[Any, Any] | None
     books: BookPair | None
+    power: Tensor | None = None
     moment: Tensor | None = None
     queries: int = 0
     learned: Any = None
 
     def tensors(self, fmt: Format[Any]) -> list[Tensor]:
         """Everything it holds; fmt: the format of `rest`."""
-        held = [] if self.moment is None else [self.moment]
+        held = [tensor for tensor in (self.moment, self.power) if tensor is not None]
         held += [] if self.learned is None else self.learned.tensors()
         for pair, pair_format in ((self.sink, BF16), (self.rest, fmt)):
             for span in pair or ():
@@ -120,16 +124,23 @@ def encode_pair(
     guide: ChunkGuide,
     books: Codebooks,
 ) -> tuple[tuple[Any, Any], BookPair]:
-    """Encode one slot's chunk, against its span's codebooks or, if it opens the span, fitted ones.
+    """Encode one slot's chunk, against its span's codebooks or, if it opens the span, new ones.
 
     k, v: bfloat16 [H, N, D]. On failure the generator is as it was.
     """
     state = generator.get_state()
     try:
-        pair = books.pairs.get(slot)
-        if pair is None or books.span != guide.span.number:
-            warm_k, warm_v = pair or (None, None)
-            pair = fmt.fit(k, generator, warm_k), fmt.fit(v, generator, warm_v)
+        pair = books.pairs.get(slot, (None, None))
+        if slot not in books.pairs or books.span != guide.span.number:
+            refits = guide.span.refits
+            kept = [
+                last is not None and refits is not None and 2 * slot + role not in refits
+                for role, last in enumerate(pair)
+            ]
+            pair = tuple(
+                last if keep else fmt.fit(x, generator, last)
+                for x, last, keep in zip((k, v), pair, kept, strict=True)
+            )
         queries = guide.of_slot(slot)
         keys = fmt.encode(k, pair[0], "keys", queries)
         values = fmt.encode(v, pair[1], "values", queries)
@@ -137,6 +148,13 @@ def encode_pair(
         generator.set_state(state)
         raise
     return (keys, values), pair
+
+
+def residual_power(fmt: Format[Any], spans: tuple[Any, Any]) -> Tensor | None:
+    """float32 [keys, values] where codebooks may outlive spans; None elsewhere."""
+    if outliving(fmt) is None:
+        return None
+    return torch.stack([fmt.power(span) for span in spans])
 
 
 @dataclass(frozen=True)
@@ -153,14 +171,15 @@ class Encoder:
     ) -> PendingWrite:
         """One slot's share. k, v: bfloat16 [H, N, D], the first `sink` tokens stay BF16."""
         stored_sink = encode_bf16(k[:, :sink], v[:, :sink]) if sink else None
-        rest = books = None
+        rest = books = power = None
         if self.guide is not None:
             pair = k[:, sink:], v[:, sink:]
             if stay_recent:
                 rest = encode_bf16(*pair)
             else:
                 rest, books = self._pair(slot, *pair)
-        return PendingWrite(stored_sink, rest, books)
+                power = residual_power(self.fmt, rest)
+        return PendingWrite(stored_sink, rest, books, power)
 
     def spans_for_learning(
         self, slot: int, k: Tensor, v: Tensor, sink: int, written: PendingWrite
@@ -217,15 +236,22 @@ def _columns(pairs: list[tuple[Any, Any] | None]) -> tuple[tuple[Any, ...], tupl
 
 def encode_recent(
     segment: Segment, fmt: Format[Any], generator: Generator, books: Codebooks
-) -> tuple[Segment, Codebooks]:
-    """A recent BF16 chunk encoded with the guide that it was given when it came."""
+) -> tuple[Segment, Codebooks, dict[int, Tensor]]:
+    """A recent BF16 chunk encoded with the guide that it was given when it came.
+
+    Also the power of its residuals by slot, as `PendingWrite` has it.
+    """
     guide = segment.guide
     if guide is None:
         raise ValueError("only a recent chunk, which has a guide, can be encoded")
-    spans, pairs = [], {}
+    spans, pairs, powers = [], {}, {}
     for slot, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
         encoded, pairs[slot] = encode_pair(fmt, generator, slot, k.values, v.values, guide, books)
         spans.append(encoded)
+        power = residual_power(fmt, encoded)
+        if power is not None:
+            powers[slot] = power
     keys, values = _columns(spans)
     packed = replace(segment, kind="packed", fmt=fmt, keys=keys, values=values, guide=None)
-    return replace(packed, span=guide.span.number), Codebooks(guide.span.number, pairs)
+    books = Codebooks(guide.span.number, pairs)
+    return replace(packed, span=guide.span.number), books, powers

@@ -3,52 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Generator, Tensor
 
 from quantwm.cache.chunk import Codebooks, OpenChunk, chunk_segments, encode_recent
+from quantwm.cache.codebook_life import BookFit, CodebookLife, outliving, shared_bytes
 from quantwm.cache.formats.base import Format, Learner
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed
-from quantwm.cache.spec import CachePolicy
+from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics
+
+
+@dataclass(frozen=True)
+class Past:
+    """What finished chunks left: all that a new one is encoded from and joined to.
+
+    Attributes:
+        segments: the history.
+        books: the newest codebooks.
+        span: the codebook span that is open.
+        fit: how well codebooks and basis fit, where they may outlive spans.
+        learner: of a format that learns.
+    """
+
+    segments: Sequence[Segment]
+    books: Codebooks
+    span: SpanPlan
+    fit: BookFit
+    learner: Learner | None
 
 
 def guide_for(
     chunk: OpenChunk,
-    span: SpanPlan,
+    past: Past,
+    statistics: QueryStatistics,
+    spec: CacheSpec,
     fmt: Format[Any],
     policy: CachePolicy,
-    statistics: QueryStatistics,
-    learner: Learner | None = None,
-    tokens_per_frame: int = 1,
 ) -> ChunkGuide:
     """Span, weights and basis of the open chunk, from past chunks only."""
-    rest, weights, learned = chunk.tokens - chunk.sink_tokens, None, None
-    if rest:
-        lesson, full = None, span.number < 0 or span.tokens + rest > policy.span_tokens
-        if learner is not None:
-            first = chunk.first_frame * tokens_per_frame + chunk.sink_tokens
-            lesson = learner.lesson(span.lesson)
-            learned = learner.guide(lesson, TokenPositions(first, rest))
-            full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
-        last_basis = span.basis
-        if full:
-            span = SpanPlan(number=span.number + 1, tokens=0)
-        span = replace(span, lesson=lesson)
-        if fmt.uses_queries:
-            weights = statistics.sensitivity() if fmt.full_moment else statistics.weights()
-        if fmt.rank and span.basis is None:
-            basis, eigenvalues = statistics.bases(fmt.rank, last_basis) or (None, None)
-            span = replace(span, basis=basis, eigenvalues=eigenvalues)
+    span, rest = past.span, chunk.tokens - chunk.sink_tokens
+    if not rest:
+        return ChunkGuide(span, None)
+    lesson = learned = weights = None
+    full = span.number < 0 or span.tokens + rest > policy.span_tokens
+    if past.learner is not None:
+        first = chunk.first_frame * spec.tokens_per_frame + chunk.sink_tokens
+        lesson = past.learner.lesson(span.lesson)
+        learned = past.learner.guide(lesson, TokenPositions(first, rest))
+        full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
+    life = outliving(fmt)
+    refits = None if life is None else _refits(past, life, fmt, spec, rest, full)
+    last_basis = span.basis
+    if full or refits:
+        span = _opened(past, life, refits)
+    span = replace(span, lesson=lesson)
+    if fmt.uses_queries:
+        weights = statistics.sensitivity() if fmt.full_moment else statistics.weights()
+    if fmt.rank and span.basis is None:
+        basis, eigenvalues = statistics.bases(fmt.rank, last_basis) or (None, None)
+        made = {"basis": basis, "eigenvalues": eigenvalues, "basis_span": span.number}
+        span = replace(span, **made)
     return ChunkGuide(replace(span, tokens=span.tokens + rest), weights, learned)
 
 
+def _refits(
+    past: Past, life: CodebookLife, fmt: Format[Any], spec: CacheSpec, rest: int, full: bool
+) -> tuple[int, ...]:
+    """Codebooks to fit again with a chunk of `rest` tokens, were it to open a span."""
+    if not full and past.span.tokens < life.refit_after:
+        return ()
+    encoded = [segment for segment in past.segments if segment.encoded]
+    spans = [span for segment in encoded for span in (*segment.keys, *segment.values)]
+    tokens = sum(segment.tokens for segment in encoded) + rest
+    heads = spec.heads * spec.layers * len(spec.streams)
+    free = life.book_bits * tokens * heads / 8 - shared_bytes(fmt, spans)
+    return past.fit.wanted(life.refit_above, int(free // fmt.book_bytes(spec.heads, spec.head_dim)))
+
+
+def _opened(past: Past, life: CodebookLife | None, refits: tuple[int, ...] | None) -> SpanPlan:
+    """The next span, with the last one's basis where that may outlive it and still fits."""
+    number = past.span.number + 1
+    if life is None or past.span.basis is None or past.fit.basis_moved():
+        return SpanPlan(number, tokens=0, refits=refits)
+    return replace(past.span, number=number, tokens=0, refits=refits)
+
+
 def grown(
-    segments: Sequence[Segment],
-    books: Codebooks,
+    past: Past,
     chunk: OpenChunk,
     guide: ChunkGuide,
     fmt: Format[Any],
@@ -56,20 +101,25 @@ def grown(
     tokens_per_frame: int,
     generator: Generator,
     keep: Tensor | None,
-) -> tuple[list[Segment], Codebooks]:
-    """Segments and codebooks with the open chunk in them; the ones given are left untouched."""
-    segments = list(segments)
+) -> tuple[list[Segment], Codebooks, dict[int, Tensor]]:
+    """Segments and codebooks with the open chunk in them; the ones given are left untouched.
+
+    Also the power of the residuals that were encoded, by slot (see `PendingWrite`).
+    """
+    segments, books = list(past.segments), past.books
     stay_recent = policy.recent_chunks > 0
     for added in chunk_segments(chunk, guide, fmt, tokens_per_frame, stay_recent, keep):
         if added.kind == "packed":
             segments = append_packed(segments, added)
         else:
             segments.append(added)
-    fitted = {slot: write.books for slot, write in chunk.writes.items() if write.books}
+    writes = chunk.writes.items()
+    powers = {slot: write.power for slot, write in writes if write.power is not None}
+    fitted = {slot: write.books for slot, write in writes if write.books}
     if fitted:
         books = Codebooks(guide.span.number, fitted)
     while sum(s.kind == "recent" for s in segments) > policy.recent_chunks:
         place = next(i for i, s in enumerate(segments) if s.kind == "recent")
-        packed, books = encode_recent(segments[place], fmt, generator, books)
+        packed, books, powers = encode_recent(segments[place], fmt, generator, books)
         segments = append_packed(segments[:place] + segments[place + 1 :], packed)
-    return segments, books
+    return segments, books, powers

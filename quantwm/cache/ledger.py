@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantwm.cache.chunk import Codebooks
+from quantwm.cache.codebook_life import Lasting
 from quantwm.cache.formats.base import Learner, Learns, storage_bytes
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan
 from quantwm.cache.spec import CacheSpec
@@ -43,7 +46,7 @@ class Ledger:
         tokens: tokens of history; bf16_bytes: what they would take in BF16, all layers.
         compressed_bf16_bytes: the same for the tokens that are in the cache's format.
         nominal_bytes: of those tokens, packed, as papers count (codebooks and bases in, PSAC rows
-            dense, statistics out).
+            dense, statistics out; what spans share, once).
         pending_bytes: of the open chunk's clean pass, until it is committed.
         scratch_bytes: of the shared scratch of one layer, transient and not part of `total`.
     """
@@ -88,7 +91,7 @@ def beside_spans(
     if learner is not None:
         found.extend(("statistics", tensor) for tensor in learner.tensors())
     for pair in books.pairs.values():
-        found.extend(("codebooks", book.centroids) for book in pair if book is not None)
+        found.extend(("codebooks", t) for book in pair if book is not None for t in book.tensors())
     return found
 
 
@@ -112,6 +115,7 @@ def take_stock(
     counted = dict.fromkeys(PARTS, 0)
     nominal = compressed = 0
     shared: dict[int, Tensor] = {}
+    lasting: set[tuple[int, torch.Size]] = set()
     for segment in segments:
         for part, tensor in segment.parts():
             counted[part] += unseen_bytes(tensor)
@@ -121,6 +125,8 @@ def take_stock(
             nominal += sum(segment.fmt.nominal_bytes(span) for span in spans)
             if isinstance(segment.fmt, Learns):
                 shared.update((id(t), t) for span in spans for t in segment.fmt.shared(span))
+            elif isinstance(segment.fmt, Lasting):
+                nominal -= _counted_twice(segment.fmt, spans, lasting)
     for part, tensor in extra:
         counted[part] += unseen_bytes(tensor)
     per_token = spec.bf16_bytes_per_token * len(spec.streams)
@@ -134,6 +140,17 @@ def take_stock(
         pending_bytes=sum(map(unseen_bytes, pending)),
         scratch_bytes=sum(map(unseen_bytes, scratch)),
     )
+
+
+def _counted_twice(fmt: Lasting, spans: Iterable[Any], seen: set[tuple[int, torch.Size]]) -> int:
+    """Bytes of codebooks and bases that spans before these hold too; `seen` learns the others."""
+    again = 0
+    for span in spans:
+        for tensor in fmt.shared(span):
+            key = tensor.data_ptr(), tensor.shape
+            again += tensor.nbytes if key in seen else 0
+            seen.add(key)
+    return again
 
 
 def with_companions(own: Ledger, others: Sequence[Ledger]) -> Ledger:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from quantwm.cache.codebook_life import CodebookLife, Lasting, outliving
 from quantwm.cache.formats import make_format, split_method
 from quantwm.cache.formats.base import Format, Learns, Role
 from quantwm.cache.ledger import PARTS
 from quantwm.cache.spec import CachePolicy, CacheSpec
+from quantwm.cache.statistics import moment_bytes
 from quantwm.errors import UserError
 
 ROLES: tuple[Role, Role] = ("keys", "values")
@@ -148,6 +150,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         for role in ROLES:
             shared = fmt.shared_bytes(load.heads, load.head_dim, role)
             _add(held, {part: count * load.layers for part, count in shared.items()})
+    life = outliving(fmt)
+    if life is not None and spans:
+        _add(held, _shared_books(fmt, life, load, held))
     packed = sum(held.values())
     bf16 = load.bf16_bytes_per_token
     sink = min(load.sink_tokens, load.tokens)
@@ -157,8 +162,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         # The moment, the open span's eigenvalues, and the weights that recent chunks wait with.
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
         weights = load.head_dim ** (2 if fmt.full_moment else 1)
-        per_head = load.head_dim**2 + (fmt.rank if spans else 0) + waiting * weights
-        held["statistics"] = load.layers * load.heads * per_head * 4
+        numbers = (fmt.rank if spans else 0) + waiting * weights
+        per_head = moment_bytes(load.head_dim, getattr(fmt, "compact_statistics", False))
+        held["statistics"] = load.layers * load.heads * (per_head + numbers * 4)
     if isinstance(fmt, Learns) and load.tokens:
         waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
         learned = fmt.learned_bytes(load.heads, load.head_dim, waiting)
@@ -180,6 +186,25 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         pending_bytes=pending,
         peak_bytes=total + scratch + pending,
     )
+
+
+def _shared_books(
+    fmt: Lasting, life: CodebookLife, load: Workload, held: Mapping[str, int]
+) -> dict[str, int]:
+    """What codebooks and bases that outlive spans take instead of what is in `held`.
+
+    As much as the settings allow, and one of each at least: a history that changes little has less.
+    """
+    one = _span_parts(fmt, load, load.chunk_tokens or load.span_tokens, 1)
+    bases, book = one.get("bases", 0), fmt.book_bytes(load.heads, load.head_dim)
+    allowed = int(life.book_bits * load.compressed_tokens * load.layers * load.heads / 8)
+    count = max(2 * load.layers, (allowed - bases) // book)
+    spans = sum(count for _, _, count in load.spans())
+    count = min(count, 2 * load.layers * spans)
+    return {
+        "codebooks": count * book - held.get("codebooks", 0),
+        "bases": bases - held.get("bases", 0),
+    }
 
 
 def _span_parts(fmt: Format[Any], load: Workload, tokens: int, chunks: int) -> dict[str, int]:

@@ -21,6 +21,9 @@ class SpanPlan:
         number: counts spans since the cache was reset.
         tokens: tokens given to it so far, evicted ones included.
         basis, eigenvalues: PSAC's, of all slots; None before any query was seen.
+        basis_span: number of the span in which the basis was made.
+        refits: codebooks (`codebook_life.Place`) that are fitted again with its first chunk; None
+            for all of them.
         lesson: what its chunks share in a format that learns; None otherwise.
     """
 
@@ -28,6 +31,8 @@ class SpanPlan:
     tokens: int
     basis: Tensor | None = None
     eigenvalues: Tensor | None = None
+    basis_span: int = -1
+    refits: tuple[int, ...] | None = None
     lesson: Any = None
 
 
@@ -163,14 +168,9 @@ class Segment:
             frame_tokens=self.frame_tokens[:count],
             keys=_cut(self.fmt, self.keys, tokens),
             values=_cut(self.fmt, self.values, tokens),
-        ).settled()
+        )
         rest = self.from_frame(stop_frame) if stop_frame < self.stop_frame else None
         return [sink] if rest is None else [sink, rest]
-
-    def settled(self) -> Segment:
-        slots = len(self.keys)
-        spans = self.fmt.settle((*self.keys, *self.values))
-        return replace(self, keys=tuple(spans[:slots]), values=tuple(spans[slots:]))
 
     def parts(self) -> list[tuple[str, Tensor]]:
         """Every tensor it holds, by ledger part."""
@@ -205,7 +205,7 @@ def append_packed(segments: list[Segment], packed: Segment) -> list[Segment]:
     if before and before[-1].kind == "packed" and before[-1].span == packed.span:
         packed = before[-1].joined(packed)
         before = before[:-1]
-    return [*before, packed.settled(), *recent]
+    return [*before, packed, *recent]
 
 
 def evict(segments: list[Segment], first_kept: int) -> list[Segment]:
@@ -215,8 +215,5 @@ def evict(segments: list[Segment], first_kept: int) -> list[Segment]:
         if segment.kind == "sink":
             kept.append(segment)
         elif segment.stop_frame > first_kept:
-            trimmed = segment.from_frame(first_kept)
-            if trimmed is not segment and segment.kind == "packed":
-                trimmed = trimmed.settled()
-            kept.append(trimmed)
+            kept.append(segment.from_frame(first_kept))
     return [segment for segment in kept if segment.tokens]

@@ -145,7 +145,16 @@ def _channel_groups(span: ChannelGroups, place: Place) -> list[Wanted]:
 def codebook_tensors(book: Codebook, place: Place) -> list[Wanted]:
     heads, _, dim = place.size
     count = place.config.centroids * getattr(place.config, "stages", 1)
-    return [Wanted("centroids", book.centroids, _BF16, (heads, count, dim))]
+    if getattr(place.config, "centroid_bits", 16) == 16:
+        if book.scales is not None:
+            raise ValueError("scales of BF16 centroids")
+        return [Wanted("centroids", book.centroids, _BF16, (heads, count, dim))]
+    if book.scales is None:
+        raise ValueError("INT8 centroids without scales")
+    return [
+        Wanted("centroids", book.centroids, _I8, (heads, count, dim)),
+        Wanted("centroid scales", book.scales, _BF16, (heads, count), not_negative),
+    ]
 
 
 def _qvg(span: QvgSpan, place: Place) -> list[Wanted]:

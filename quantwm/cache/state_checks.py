@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats.base import Role
 from quantwm.cache.formats.qtc_learner import LearnedGuide, Lesson
 from quantwm.cache.formats.qtc_statistics import Moments, QueryMoment, SlotStatistics
@@ -34,6 +35,7 @@ def state_tensors(state: Any, cache: Any) -> list[Wanted]:
     wanted = _segments(state.segments, state, cache)
     wanted += _books(state.books.pairs, cache)
     wanted += _span_plan(state.span, cache)
+    _fit(state.fit, state.span, cache)
     wanted += _statistics(state.statistics, cache)
     wanted += _learner(state.learner, cache)
     fresh = cache._generator.get_state()
@@ -113,6 +115,9 @@ def _books(pairs: Mapping[Any, Any], cache: Any) -> list[Wanted]:
 def _span_plan(span: SpanPlan, cache: Any) -> list[Wanted]:
     if span.number < -1 or span.tokens < 0 or (span.basis is None) != (span.eigenvalues is None):
         raise ValueError("a codebook span that cannot be")
+    if span.basis_span < -1 or span.basis_span > span.number:
+        raise ValueError("a basis of a span to come")
+    _places(span.refits or (), cache)
     wanted: list[Wanted] = []
     if span.basis is not None and span.eigenvalues is not None:
         heads, dim, rank = cache.spec.heads, cache.spec.head_dim, cache.fmt.rank
@@ -128,6 +133,18 @@ def _span_plan(span: SpanPlan, cache: Any) -> list[Wanted]:
             )
         )
     return wanted + _lesson(span.lesson, cache)
+
+
+def _places(places: Iterable[int], cache: Any) -> None:
+    if any(not 0 <= place < 2 * _slots(cache) for place in places):
+        raise ValueError("a codebook of a slot that is not there")
+
+
+def _fit(fit: BookFit, span: SpanPlan, cache: Any) -> None:
+    _places((*fit.newest, *fit.fitted), cache)
+    numbers = (*fit.newest.values(), *fit.fitted.values(), fit.share, fit.share_then)
+    if any(not 0.0 <= number < float("inf") for number in numbers) or fit.basis > span.number:
+        raise ValueError("a fit of codebooks that cannot be")
 
 
 def _guide(guide: ChunkGuide, segment: Segment, cache: Any) -> list[Wanted]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.chunk import BF16, Codebooks
+from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats import kivi, qtc_basis, qtc_learner, qtc_span, qtc_statistics, rtn
 from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Span
@@ -33,7 +34,7 @@ from quantwm.errors import UserError
 SAVED: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Segment, SpanPlan, ChunkGuide, Codebooks, Codebook, TokenPositions, RopeLayout,
+        Segment, SpanPlan, ChunkGuide, Codebooks, Codebook, BookFit, TokenPositions, RopeLayout,
         Bf16Span, rtn.TokenGroups, kivi.ChannelGroups, QvgSpan, QvgProSpan, QuantWMSpan, Correction,
         qtc_span.QtcSpan, qtc_basis.Basis, qtc_learner.Lesson, qtc_learner.LearnedGuide,
         qtc_statistics.SlotStatistics, qtc_statistics.Moments, qtc_statistics.QueryMoment,

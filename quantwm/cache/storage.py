@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.chunk import Codebooks
+from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats.base import Format
 from quantwm.cache.formats.qtc_statistics import SlotStatistics
 from quantwm.cache.segments import Segment, SpanPlan
@@ -36,7 +37,7 @@ class SavedState:
     """What a KVCache is, between two chunks.
 
     Attributes:
-        segments, books, span, origin, next_frame: the cache's own.
+        segments, books, span, fit, origin, next_frame: the cache's own.
         generator: uint8, the state of k-means' generator.
         statistics: of queries, by name.
         learner: of a format that learns, one a slot.
@@ -46,6 +47,7 @@ class SavedState:
     segments: tuple[Segment, ...]
     books: Codebooks
     span: SpanPlan
+    fit: BookFit
     origin: int | None
     next_frame: int | None
     generator: Tensor
@@ -126,6 +128,7 @@ def _state_of(cache: Any) -> SavedState:
         segments=tuple(cache._segments),
         books=cache._books,
         span=cache._span,
+        fit=cache._fit,
         origin=cache._origin,
         next_frame=cache._next_frame,
         generator=cache._generator.get_state(),
@@ -142,6 +145,7 @@ def _public(statistics: Any) -> dict[str, Any]:
 def _restore(cache: Any, state: SavedState) -> None:
     """Put a checked state in place. ValueError when the generator does not take its own."""
     cache._segments, cache._books, cache._span = list(state.segments), state.books, state.span
+    cache._fit = state.fit
     cache._origin, cache._next_frame = state.origin, state.next_frame
     try:
         cache._generator.set_state(state.generator.cpu())

@@ -15,6 +15,7 @@ import torch
 from torch import Generator, Tensor
 
 from kernels.format import Side
+from quantwm.cache.codebook import Codebook
 from quantwm.cache.kmeans import MAX_CENTROIDS
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
@@ -23,13 +24,6 @@ from quantwm.errors import UserError
 Role = Literal["keys", "values"]
 
 SpanT = TypeVar("SpanT")
-
-
-@dataclass(frozen=True)
-class Codebook:
-    """Centroids of one codebook span, one layer, keys or values. centroids: bfloat16 [H, K, D]."""
-
-    centroids: Tensor
 
 
 @dataclass(frozen=True)
@@ -140,6 +134,23 @@ class Fusible(Protocol):
 
     def side(self, span: Any) -> Side:
         """The span's tensors as the kernel reads them."""
+        ...
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """A format whose `settle` goes by numbers on the device; a caller may read them with others."""
+
+    def dense(self, spans: Sequence[Any]) -> list[Any]:
+        """Each span in the form that is counted."""
+        ...
+
+    def counts(self, dense: Sequence[Any]) -> list[Tensor]:
+        """Whole numbers on the device, in tensors of any shape, for `settled`."""
+        ...
+
+    def settled(self, dense: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+        """`settle`, the numbers of `counts` being known, flat and in order."""
         ...
 
 

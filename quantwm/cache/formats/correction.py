@@ -7,7 +7,7 @@ they are (the paper says "rows and indices"; a bit a token is less than any inde
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -77,7 +77,8 @@ class Correction:
         stop = int(torch.searchsorted(kept, self.first + self.count))
         if stop == before:
             return None
-        rows = (kept[before:stop] - self.first).to(self.row_scales.device)
+        rows = kept[before:stop] - self.first
+        rows = rows.to(self.row_scales.device, non_blocking=True)
         dense = self.dense()
         return replace(
             dense,
@@ -85,6 +86,12 @@ class Correction:
             count=stop - before,
             coefficients=dense.coefficients.index_select(1, rows),
             row_scales=dense.row_scales.index_select(1, rows),
+        )
+
+    def alone(self) -> Correction:
+        """With rows in storage of their own."""
+        return replace(
+            self, coefficients=self.coefficients.clone(), row_scales=self.row_scales.clone()
         )
 
     def row_tensors(self) -> tuple[Tensor, ...]:
@@ -98,12 +105,25 @@ class Correction:
         return storage_bytes(self.row_tensors())
 
 
-def kept_rows(corrections: Sequence[Correction]) -> list[int]:
-    """Rows of each dense form that correct anything; one host sync for all."""
+def kept_rows(corrections: Sequence[Correction]) -> list[Tensor]:
+    """Rows of each dense form that correct anything, on the device, in order: int64 [any] each."""
     scales = [c.row_scales for c in corrections]
-    if len({s.shape for s in scales}) == 1:
-        return torch.stack(scales).flatten(1).count_nonzero(1).tolist()
-    return torch.stack([s.count_nonzero() for s in scales]).tolist()
+    if scales and len({s.shape for s in scales}) == 1:
+        return [torch.stack(scales).flatten(1).count_nonzero(1)]
+    return [s.count_nonzero().unsqueeze(0) for s in scales]
+
+
+def settled_corrections(
+    corrections: Sequence[Correction], counts: Sequence[int]
+) -> Iterator[Correction]:
+    """Each dense form, or its sparse one where that is smaller. counts: `kept_rows`, on the host.
+
+    Rows of several layers may share a storage. Where only some become sparse, the others get one of
+    their own: else the whole of it would be held for them.
+    """
+    found = [c.smallest(kept) for c, kept in zip(corrections, counts, strict=True)]
+    mixed = len({c.mask is None for c in found}) == 2
+    return (c.alone() if mixed and c.mask is None else c for c in found)
 
 
 def cut_corrections(

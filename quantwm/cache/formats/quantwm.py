@@ -18,6 +18,9 @@ import torch
 from torch import Generator, Tensor
 
 from kernels.format import Side
+from quantwm.cache.affine import affine_scales
+from quantwm.cache.codebook import codebook_bytes
+from quantwm.cache.codebook_life import CodebookLife
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
@@ -32,6 +35,7 @@ from quantwm.cache.formats.correction import (
     cut_corrections,
     join_all_corrections,
     kept_rows,
+    settled_corrections,
 )
 from quantwm.cache.formats.qvg import fit_codebook, require_codebook, select_tokens
 from quantwm.cache.formats.rows import cut_rows, join_rows
@@ -41,7 +45,7 @@ from quantwm.errors import UserError
 
 
 @dataclass(frozen=True)
-class QuantWMConfig:
+class QuantWMConfig(CodebookLife):
     """Settings; the defaults are the published ones.
 
     Attributes:
@@ -51,6 +55,8 @@ class QuantWMConfig:
         full_moment: those are nearest by the whole query moment, not by its diagonal (Table 10).
         psac, rank: low-rank correction of keys, in this many directions.
         clip: part of a group's range that the four levels span; 1.0 as published.
+        compact_statistics: the query moment is kept as a half-precision triangle, a quarter of
+            the bytes.
     """
 
     centroids: int = 256
@@ -62,9 +68,11 @@ class QuantWMConfig:
     psac: bool = True
     rank: int = 8
     clip: float = 1.0
+    compact_statistics: bool = False
 
     def __post_init__(self) -> None:
         check_clustering(self.centroids, self.group_size, self.iterations)
+        self.check_life()
         if self.candidates < 1:
             raise UserError(f"candidates must be at least 1, got {self.candidates}")
         if self.rank < 1:
@@ -102,7 +110,7 @@ class QuantWMSpan:
 
     def decoder(self, rows: Correction | None) -> Decode:
         """rows: the span's correction, in its dense form."""
-        centroids = self.codebook.centroids
+        centroids = self.codebook.dense()
         correction = (None, None, None, 0)
         if rows is not None:
             correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
@@ -127,10 +135,11 @@ class QuantWMFormat:
     exact = False
 
     def __init__(self, config: QuantWMConfig | None = None) -> None:
-        self.config = config or QuantWMConfig()
+        self.config = self.life = config or QuantWMConfig()
         self.uses_queries = self.config.qsac or self.config.psac
         self.full_moment = self.config.qsac and self.config.full_moment
         self.rank = self.config.rank if self.config.psac else 0
+        self.compact_statistics = self.config.compact_statistics
 
     def check(self, head_dim: int) -> None:
         check_group(self.config.group_size, head_dim)
@@ -138,13 +147,13 @@ class QuantWMFormat:
             raise UserError(f"rank {self.rank} is above head_dim {head_dim}")
 
     def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
-        return fit_codebook(x, self.config.centroids, self.config.iterations, generator, warm)
+        return fit_codebook(x, self.config, generator, warm)
 
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> QuantWMSpan:
         codebook = require_codebook(codebook)
-        ops, centroids, config = ops_for(x.device), codebook.centroids, self.config
+        ops, centroids, config = ops_for(x.device), codebook.dense(), self.config
         basis = guide.basis if role == "keys" and config.psac else None
         if role == "keys" and config.qsac:
             weights = guide.weights
@@ -270,19 +279,24 @@ class QuantWMFormat:
 
     def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
         """PSAC rows dense or sparse, whichever is smaller (App. D.1)."""
-        dense = [
+        dense = self.dense(spans)
+        found = self.counts(dense)
+        return self.settled(dense, torch.cat(found).tolist() if found else [])
+
+    def dense(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
+        return [
             replace(s, correction=s.correction.dense()) if s.correction is not None else s
             for s in spans
         ]
-        corrections = [s.correction for s in dense if s.correction is not None]
-        if not corrections:
-            return dense
-        counts = iter(kept_rows(corrections))
+
+    def counts(self, dense: Sequence[QuantWMSpan]) -> list[Tensor]:
+        return kept_rows([s.correction for s in dense if s.correction is not None])
+
+    def settled(self, dense: Sequence[QuantWMSpan], counts: Sequence[int]) -> list[QuantWMSpan]:
+        found = [s.correction for s in dense if s.correction is not None]
+        smallest = settled_corrections(found, counts)
         return [
-            replace(s, correction=s.correction.smallest(next(counts)))
-            if s.correction is not None
-            else s
-            for s in dense
+            replace(s, correction=next(smallest)) if s.correction is not None else s for s in dense
         ]
 
     def decode_into(
@@ -293,16 +307,18 @@ class QuantWMFormat:
     def decode_heads_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        sparse = span.correction is not None and span.correction.mask is not None
-        # Sparse rows are made dense for one reading only: kept, they would be bytes not counted.
-        decode = span.decoder(span.correction.dense()) if sparse else span.decode
+        rows = span.correction
+        as_held = (rows is None or rows.mask is None) and span.codebook.scales is None
+        # Sparse rows and INT8 centroids are widened for one reading: kept, they would be bytes
+        # that nobody counts.
+        decode = span.decode if as_held else span.decoder(None if rows is None else rows.dense())
         decode(out, offset, start, stop, first_head)
 
     def side(self, span: QuantWMSpan) -> Side:
         rows = span.correction
         if rows is not None and rows.mask is not None:
             rows = rows.dense()
-        packed = (span.codes, span.ids, span.codebook.centroids, span.scales)
+        packed = (span.codes, span.ids, span.codebook.dense(), span.scales)
         affine = (span.secondary, span.chunk_stops, span.zeros)
         if rows is None:
             return Side("affine", None, *packed, *affine)
@@ -319,12 +335,23 @@ class QuantWMFormat:
             "secondary_scales": (span.secondary, span.chunk_stops),
             "zeros": (span.zeros,),
             "ids": (span.ids,),
-            "codebooks": (span.codebook.centroids,),
+            "codebooks": span.codebook.tensors(),
         }
         if span.correction is not None:
             parts["coefficients"] = span.correction.row_tensors()
             parts["bases"] = (span.correction.basis,)
         return parts
+
+    def power(self, span: QuantWMSpan) -> Tensor:
+        return affine_scales(span.scales, span.secondary).square().mean()
+
+    def shared(self, span: QuantWMSpan) -> Sequence[Tensor]:
+        rows = span.correction
+        return (*span.codebook.tensors(), *(() if rows is None else (rows.basis,)))
+
+    def book_bytes(self, heads: int, head_dim: int) -> int:
+        config = self.config
+        return heads * codebook_bytes(config.centroids, head_dim, config.centroid_bits)
 
     def nominal_bytes(self, span: QuantWMSpan) -> int:
         sparse = span.correction
@@ -342,7 +369,7 @@ class QuantWMFormat:
             "secondary_scales": chunks * (2 * heads + 4),
             "zeros": heads * bytes_of_codes(tokens * groups),
             "ids": tokens * heads,
-            "codebooks": heads * self.config.centroids * head_dim * 2,
+            "codebooks": self.book_bytes(heads, head_dim),
         }
         if role == "keys" and self.rank:
             parts["coefficients"] = tokens * heads * (self.rank + 2)

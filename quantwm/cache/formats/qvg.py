@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
-import torch
 from torch import Generator, Tensor
 
 from kernels.format import Side
 from quantwm.cache import kmeans
+from quantwm.cache.codebook import codebook_bytes
+from quantwm.cache.codebook_life import CodebookLife
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
@@ -29,8 +31,8 @@ from quantwm.cache.pack import packed_bytes as bytes_of_codes
 
 
 @dataclass(frozen=True)
-class QvgConfig:
-    """centroids: of a codebook span; group_size: channels a scale; iterations: of k-means."""
+class QvgConfig(CodebookLife):
+    """centroids: of a codebook; group_size: channels a scale; iterations: of k-means."""
 
     centroids: int = 256
     group_size: int = 64
@@ -38,6 +40,7 @@ class QvgConfig:
 
     def __post_init__(self) -> None:
         check_clustering(self.centroids, self.group_size, self.iterations)
+        self.check_life()
 
 
 PRESETS = {
@@ -48,7 +51,7 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class QvgSpan:
-    """See docs/architecture.md: codes, ids, scales as there; centroids shared by the span."""
+    """See docs/architecture.md: codes, ids, scales as there; the codebook is shared."""
 
     codes: Tensor
     ids: Tensor
@@ -58,8 +61,12 @@ class QvgSpan:
     @cached_property
     def decode(self) -> Decode:
         """Made at the first reading; it holds this span's own tensors and nothing beside them."""
-        group_size = self.codebook.centroids.shape[2] // self.scales.shape[2]
-        span = (self.codes, self.ids, self.codebook.centroids, self.scales)
+        return self.decoder()
+
+    def decoder(self) -> Decode:
+        centroids = self.codebook.dense()
+        group_size = centroids.shape[2] // self.scales.shape[2]
+        span = (self.codes, self.ids, centroids, self.scales)
         return ops_for(self.codes.device).prepare_qvg(*span, group_size)
 
 
@@ -74,21 +81,21 @@ class QvgFormat:
     exact = False
 
     def __init__(self, config: QvgConfig | None = None) -> None:
-        self.config = config or QvgConfig()
+        self.config = self.life = config or QvgConfig()
 
     def check(self, head_dim: int) -> None:
         check_group(self.config.group_size, head_dim)
 
     def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
-        return fit_codebook(x, self.config.centroids, self.config.iterations, generator, warm)
+        return fit_codebook(x, self.config, generator, warm)
 
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> QvgSpan:
         codebook = require_codebook(codebook)
-        ops = ops_for(x.device)
-        ids = ops.assign(x, codebook.centroids)
-        codes, scales = ops.encode_qvg(x, ids, codebook.centroids, self.config.group_size)
+        ops, centroids = ops_for(x.device), codebook.dense()
+        ids = ops.assign(x, centroids)
+        codes, scales = ops.encode_qvg(x, ids, centroids, self.config.group_size)
         return QvgSpan(codes, ids, scales, codebook)
 
     def join(self, first: QvgSpan, second: QvgSpan) -> QvgSpan:
@@ -125,15 +132,17 @@ class QvgFormat:
         return list(spans)
 
     def decode_into(self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
-        span.decode(out, offset, start, stop)
+        self.decode_heads_into(span, out, offset, start, stop, 0)
 
     def decode_heads_into(
         self, span: QvgSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        span.decode(out, offset, start, stop, first_head)
+        # An INT8 codebook is widened for one reading only: kept, it would be bytes not counted.
+        decode = span.decode if span.codebook.scales is None else span.decoder()
+        decode(out, offset, start, stop, first_head)
 
     def side(self, span: QvgSpan) -> Side:
-        packed = (span.codes, span.ids, span.codebook.centroids, span.scales)
+        packed = (span.codes, span.ids, span.codebook.dense(), span.scales)
         return Side("ternary", None, *packed)
 
     def tokens(self, span: QvgSpan) -> int:
@@ -144,8 +153,18 @@ class QvgFormat:
             "codes": (span.codes,),
             "scales": (span.scales,),
             "ids": (span.ids,),
-            "codebooks": (span.codebook.centroids,),
+            "codebooks": span.codebook.tensors(),
         }
+
+    def power(self, span: QvgSpan) -> Tensor:
+        return span.scales.float().square().mean()
+
+    def shared(self, span: QvgSpan) -> Sequence[Tensor]:
+        return span.codebook.tensors()
+
+    def book_bytes(self, heads: int, head_dim: int) -> int:
+        config = self.config
+        return heads * codebook_bytes(config.centroids, head_dim, config.centroid_bits)
 
     def nominal_bytes(self, span: QvgSpan) -> int:
         return sum(storage_bytes(tensors) for tensors in self.parts(span).values())
@@ -157,25 +176,38 @@ class QvgFormat:
             "codes": tokens * heads * bytes_of_codes(head_dim),
             "scales": tokens * heads * (head_dim // self.config.group_size),
             "ids": tokens * heads,
-            "codebooks": heads * self.config.centroids * head_dim * 2,
+            "codebooks": self.book_bytes(heads, head_dim),
         }
 
 
+class Clustered(Protocol):
+    """Settings of a format with one codebook."""
+
+    @property
+    def centroids(self) -> int: ...
+
+    @property
+    def iterations(self) -> int: ...
+
+    @property
+    def centroid_bits(self) -> int: ...
+
+
 def fit_codebook(
-    x: Tensor, centroids: int, iterations: int, generator: Generator, warm: Codebook | None
+    x: Tensor, config: Clustered, generator: Generator, warm: Codebook | None
 ) -> Codebook:
-    """k-means of the span's first chunk, from the last span's codebook where there is one."""
+    """k-means of a chunk, from the last codebook where there is one."""
     ops = ops_for(x.device)
     fitted = kmeans.fit(
         x,
-        centroids,
-        iterations,
+        config.centroids,
+        config.iterations,
         generator,
-        None if warm is None else warm.centroids,
+        None if warm is None else warm.dense(),
         assign=ops.assign,
         update=ops.update,
     )
-    return Codebook(fitted.to(torch.bfloat16))
+    return Codebook.of(fitted, config.centroid_bits)
 
 
 def require_codebook(codebook: Codebook | None) -> Codebook:
@@ -186,4 +218,4 @@ def require_codebook(codebook: Codebook | None) -> Codebook:
 
 def select_tokens(tensor: Tensor, keep: Tensor) -> Tensor:
     """[H, N, ...] -> the tokens at these positions (a CPU tensor), in storage of their own."""
-    return tensor.index_select(1, keep.to(tensor.device))
+    return tensor.index_select(1, keep.to(tensor.device, non_blocking=True))
