@@ -9,6 +9,7 @@ import torch
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
 from quantwm.worlds.embedded.config import PRESETS
+from quantwm.worlds.embedded.pose import pose_features
 from quantwm.worlds.embedded.rope import rope_tables
 from quantwm.worlds.embedded.transformer import Transformer
 from training.rollout import DenseHistory, forward_chunk
@@ -38,12 +39,22 @@ def clip():
     return model, clean, noisy, sigma, keys
 
 
+@pytest.fixture(scope="module")
+def pose():
+    """Features of a random walk, [2, FRAMES, columns, features]."""
+    generator = torch.Generator().manual_seed(4)
+    poses = torch.cumsum(10 * torch.randn(2, FRAMES, 3, generator=generator), dim=1)
+    return pose_features(poses, CONFIG.grid[1])
+
+
 @pytest.mark.parametrize("window", [1, 2, 4])
-def test_training_forward_equals_rollout_through_the_cache(clip, window):
+def test_training_forward_equals_rollout_through_the_cache(clip, pose, window):
     model, clean, noisy, sigma, keys = clip
     attend = sdpa_attend(dense_mask(FRAMES, CONFIG, window, "cpu"))
     tables = two_stream_tables(FRAMES, CONFIG, "cpu")
-    parallel = predict_clip(model, clean, noisy, sigma, keys, tables, attend)
+    parallel = predict_clip(
+        model, clean, noisy, sigma, keys, tables, attend, torch.float32, pose
+    )  # fmt: skip
     spec = CacheSpec(CONFIG.layers, CONFIG.heads, CONFIG.head_dim, CONFIG.tokens_per_frame, 4)
     policy = CachePolicy(window_frames=4 * (window + 1))
     fmt = make_format("bf16", exact=True)
@@ -57,29 +68,33 @@ def test_training_forward_equals_rollout_through_the_cache(clip, window):
             shared, head = model.condition(sigma[batch, part], held)
             out = model(
                 noisy[batch, part], shared, head, cos, sin,
-                lambda layer, c=cache: partial(c.attend, layer),
+                lambda layer, c=cache: partial(c.attend, layer), pose=pose[batch, part],
             )  # fmt: skip
             torch.testing.assert_close(out, parallel[batch, part], rtol=1e-4, atol=1e-4)
             shared, head = model.condition(torch.zeros(4), held)
             model(
                 clean[batch, part], shared, head, cos, sin,
                 lambda layer, c=cache: partial(c.attend, layer, clean=True),
+                pose=pose[batch, part],
             )  # fmt: skip
             cache.finalize_chunk()
 
 
-def test_batched_rollout_equals_training_forward(clip):
+def test_batched_rollout_equals_training_forward(clip, pose):
     model, clean, noisy, sigma, keys = clip
     attend = sdpa_attend(dense_mask(FRAMES, CONFIG, 4, "cpu"))
     level = torch.full_like(sigma, 0.5)
     tables = two_stream_tables(FRAMES, CONFIG, "cpu")
-    parallel = predict_clip(model, clean, noisy, level, keys, tables, attend)
+    parallel = predict_clip(
+        model, clean, noisy, level, keys, tables, attend, torch.float32, pose
+    )  # fmt: skip
     history = DenseHistory(CONFIG.tokens_per_chunk)
     for first in range(0, FRAMES, 4):
         part = slice(first, first + 4)
-        out = forward_chunk(model, history, noisy[:, part], 0.5, keys[:, part], first, clean=False)
+        here = (keys[:, part], first)
+        out = forward_chunk(model, history, noisy[:, part], 0.5, *here, False, pose[:, part])
         torch.testing.assert_close(out, parallel[:, part], rtol=1e-4, atol=1e-4)
-        forward_chunk(model, history, clean[:, part], 0.0, keys[:, part], first, clean=True)
+        forward_chunk(model, history, clean[:, part], 0.0, *here, True, pose[:, part])
 
 
 @pytest.mark.parametrize("window", [1, 3, 4])

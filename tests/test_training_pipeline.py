@@ -15,11 +15,13 @@ from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.evaluate import EvaluationConfig
 from training.frames import Recorder, episode_path, load_episode, shrink
+from training.losses import Stage, TransformerTraining
 from training.maps import MapConfig, build_map, pack_wad
 from training.muon import Muon, orthogonalise
-from training.run_all import PLANS, parse, run_all
+from training.plans import PLANS, apply_switches
+from training.run_all import parse, run_all
 from training.train_autoencoder import learning_rate
-from training.train_transformer import Stage, TransformerTraining, rate_factor
+from training.train_transformer import rate_factor
 from training.walker import Pose, Walker
 
 
@@ -138,7 +140,7 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
         autoencoder=replace(PLANS["quick"].autoencoder, batch=4, max_steps=2),
         transformer=replace(
             PLANS["quick"].transformer,
-            stages=(Stage(8, 1, 0.6), Stage(16, 1, 0.4)),
+            stages=(Stage(8, 1, 0.6), Stage(16, 1, 0.4, own=1.0, adversarial=0.3)),
             max_steps=2,
             log_every=1,
         ),
@@ -158,10 +160,29 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
     assert stages[0] == "start" and stages[-1] == "done"
 
 
+def test_switches_take_one_ingredient_away(tmp_path):
+    def plan(*switches):
+        return apply_switches(PLANS["full"], parse(["--out", str(tmp_path), *switches]))
+
+    assert any(stage.adversarial > 0 for stage in plan().transformer.stages)
+    assert all(stage.adversarial == 0 for stage in plan("--adversarial", "0").transformer.stages)
+    alone = plan("--own", "0").transformer.stages
+    assert all(stage.own == stage.adversarial == 0 for stage in alone)
+    blind = plan("--no-pose")
+    assert not blind.world.transformer.pose and not blind.transformer.pose
+    assert plan("--frames", "64").world.train_frames == 64 and plan().world.train_frames == 256
+
+
 def test_bad_arguments_get_one_line(tmp_path):
     with pytest.raises(UserError, match="minutes"):
         parse(["--out", str(tmp_path), "--minutes", "0"])
     with pytest.raises(UserError, match="--weights"):
         parse(["--out", str(tmp_path), "--resume", "x.pt"])
+    with pytest.raises(UserError, match="--no-record needs"):
+        parse(["--out", str(tmp_path), "--no-record"])
+    with pytest.raises(UserError, match="--own must be 0 to 1"):
+        apply_switches(PLANS["full"], parse(["--out", str(tmp_path), "--own", "2"]))
+    with pytest.raises(UserError, match="leaves no stage"):
+        apply_switches(PLANS["full"], parse(["--out", str(tmp_path), "--frames", "4"]))
     with pytest.raises(UserError, match="processes"):
         Recorder([0], 8, tmp_path, processes=0)

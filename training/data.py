@@ -13,11 +13,13 @@ import torch
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_signed
 from quantwm.worlds.embedded.config import KEYS
+from quantwm.worlds.embedded.pose import START, as_array, follow
 from training.frames import HEIGHT, WIDTH, load_episode
 
 
 class FramePool:
-    """Episodes as uint8 [capacity, length, H, W, 3] and keys [capacity, length, 6] on a device.
+    """Episodes as uint8 [capacity, length, H, W, 3], keys [capacity, length, 6] and the poses that
+    follow from them, float32 [capacity, length, 3], on a device.
 
     A thread copies episode files in as workers finish them; `count` of them are usable.
     """
@@ -28,6 +30,7 @@ class FramePool:
         shape = (capacity, length, HEIGHT, WIDTH, 3)
         self.frames = torch.empty(shape, dtype=torch.uint8, device=device)
         self.keys = torch.zeros(capacity, length, len(KEYS), dtype=torch.uint8, device=device)
+        self.poses = torch.zeros(capacity, length, 3, device=device)
         self.count = 0
         self._folder, self._length = folder, length
         self._seen: set[Path] = set()
@@ -48,6 +51,7 @@ class FramePool:
                 continue
             self.frames[self.count].copy_(torch.from_numpy(episode.frames))
             self.keys[self.count].copy_(torch.from_numpy(episode.keys))
+            self.poses[self.count].copy_(reckoned_poses(episode.keys))
             self.count += 1
         return self.count
 
@@ -80,6 +84,12 @@ class FramePool:
                 )
             time.sleep(0.1)
 
+    def wait_up_to(self, episodes: int, seconds: float) -> None:
+        """Waits until so many episodes are usable, or the time is over."""
+        end = time.monotonic() + seconds
+        while self.count < episodes and time.monotonic() < end:
+            time.sleep(0.1)
+
     def random_frames(self, count: int, generator: torch.Generator) -> torch.Tensor:
         """uint8 [count, H, W, 3], uniformly from what is usable now."""
         device = self.frames.device
@@ -88,16 +98,28 @@ class FramePool:
         return self.frames[e, t]
 
 
-class LatentPool:
-    """Latents [episodes, length, C, h, w], BF16 (float32 on a CPU); keys [episodes, length, 6]."""
+def reckoned_poses(keys: np.ndarray) -> torch.Tensor:
+    """keys [T, 6] -> heading in radians, x and y, float32 [T, 3]; the first row moves nothing."""
+    walks, _ = follow(START, keys[1:].tolist())
+    return torch.from_numpy(as_array([START, *walks]))
 
-    def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
-        self.latents, self.keys = latents, keys
+
+class LatentPool:
+    """Latents [episodes, length, C, h, w], BF16 (float32 on a CPU); keys [episodes, length, 6];
+    poses [episodes, length, 3], float32."""
+
+    def __init__(self, latents: torch.Tensor, keys: torch.Tensor, poses: torch.Tensor) -> None:
+        self.latents, self.keys, self.poses = latents, keys, poses
 
     @classmethod
     @torch.no_grad()
     def encode(
-        cls, autoencoder: Autoencoder, frames: torch.Tensor, keys: torch.Tensor, batch: int = 512
+        cls,
+        autoencoder: Autoencoder,
+        frames: torch.Tensor,
+        keys: torch.Tensor,
+        poses: torch.Tensor,
+        batch: int = 512,
     ) -> LatentPool:
         """Encodes frames uint8 [E, L, H, W, 3] in the autoencoder's dtype."""
         episodes, length = frames.shape[:2]
@@ -108,12 +130,12 @@ class LatentPool:
             autoencoder.encode(to_signed(flat[i : i + batch], dtype)).to(store)
             for i in range(0, len(flat), batch)
         ]
-        return cls(torch.cat(parts).unflatten(0, (episodes, length)), keys)
+        return cls(torch.cat(parts).unflatten(0, (episodes, length)), keys, poses)
 
     def random_clips(
         self, count: int, frames: int, generator: torch.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [count, frames, C, h, w] and keys float32 [count, frames, 6]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Latents [count, frames, C, h, w], keys float32 [count, frames, 6], poses [.., .., 3]."""
         episodes, length = self.latents.shape[:2]
         if frames > length:
             raise UserError(f"clips of {frames} frames need episodes at least as long: {length}")
@@ -121,7 +143,7 @@ class LatentPool:
         e = torch.randint(episodes, (count, 1), generator=generator, device=device)
         t = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
         t = t + torch.arange(frames, device=device)
-        return self.latents[e, t], self.keys[e, t].float()
+        return self.latents[e, t], self.keys[e, t].float(), self.poses[e, t]
 
 
 def load_folder(folder: Path, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:

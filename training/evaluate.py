@@ -16,7 +16,7 @@ from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
 from quantwm.worlds.embedded.config import SamplerConfig
 from quantwm.worlds.embedded.transformer import Transformer
 from quantwm.worlds.embedded.weights import load_models, read_manifest
-from training.data import LatentPool, load_folder
+from training.data import LatentPool, load_folder, reckoned_poses
 from training.pictures import save_grid
 from training.rollout import roll_out
 from training.train_autoencoder import reconstruction_psnr
@@ -24,13 +24,18 @@ from training.train_autoencoder import reconstruction_psnr
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Clips of context + rollout frames, from the start of every unseen episode."""
+    """Clips of context + rollout frames, from the start of every unseen episode.
+
+    memory_frames: from here on, next chunks are measured with all and with 16 frames of history.
+    """
 
     context_chunks: int = 4
     rollout_frames: int = 64
     steps: int = 4
     seed: int = 20_000
     episodes: int = 16
+    memory_frames: int = 64
+    window: int = 4  # chunks
 
 
 def decode_clip(autoencoder: Autoencoder, latents: torch.Tensor) -> np.ndarray:
@@ -57,51 +62,59 @@ def evaluate(
 
     free_8_psnr: mean over frames of the PSNR to the truth, first 8 free-running frames;
     free_32_psnr: the first 32; next_chunk_psnr: each chunk from a history of true frames;
-    free_sharpness: mean gradient of the rollout's last 16 frames over the truth's.
+    memory_gain: what all of a true history brings over its last 16 frames, from frame
+    `memory_frames` on; free_sharpness, free_colour: mean gradient of the rollout's last 16 frames
+    over the truth's, and how far their mean colour (0 to 255) is from the truth's.
     """
-    per_chunk = model.config.frames_per_chunk
-    start = config.context_chunks * per_chunk
-    length = min(start + config.rollout_frames, frames.shape[1]) // per_chunk * per_chunk
-    clips = frames[: config.episodes, :length]
-    pool = LatentPool.encode(autoencoder, clips, keys[: config.episodes, :length])
-    held = pool.keys.float()
+    start = config.context_chunks * model.config.frames_per_chunk
+    length = min(start + config.rollout_frames, frames.shape[1])
+    length -= length % model.config.frames_per_chunk
+    clips, held = frames[: config.episodes, :length], keys[: config.episodes, :length]
+    poses = torch.stack([reckoned_poses(row.cpu().numpy()) for row in held]).to(frames.device)
+    pool = LatentPool.encode(autoencoder, clips, held, poses)
     results = {}
-    for name, forced in (("free", False), ("next", True)):
+    for name, forced, window in (
+        ("free", False, None), ("next", True, None), ("window", True, config.window),
+    ):  # fmt: skip
         latents = roll_out(
-            model, pool.latents, held, config.context_chunks, config.steps, sampler.shift,
-            config.seed, forced,
+            model, pool.latents, held.float(), config.context_chunks, config.steps, sampler.shift,
+            config.seed, forced, window, poses,
         )  # fmt: skip
         results[name] = [decode_clip(autoencoder, clip) for clip in latents]
     truth = [clip.cpu().numpy() for clip in clips]
 
-    def psnr(kind: str, count: int) -> float:
-        end = min(start + count, length)
+    def psnr(kind: str, first: int, end: int) -> float:
+        span = slice(first, min(end, length))
         values = [
-            psnr_per_frame(a[start:end], b[start:end])
-            for a, b in zip(results[kind], truth, strict=True)
+            psnr_per_frame(a[span], b[span]) for a, b in zip(results[kind], truth, strict=True)
         ]
         return round(float(np.mean(values)), 2)
 
-    late = max(start, length - 16)
-    sharp = [
-        _gradient(a[late:]) / _gradient(b[late:])
-        for a, b in zip(results["free"], truth, strict=True)
-    ]
+    late = slice(max(start, length - 16), length)
+    sharp, colour = [], []
+    for a, b in zip(results["free"], truth, strict=True):
+        sharp.append(_gradient(a[late]) / _gradient(b[late]))
+        colour.append(np.abs(a[late].mean(axis=(0, 1, 2)) - b[late].mean(axis=(0, 1, 2))).max())
     pooled = psnr_pooled(
         np.concatenate([clip[start : start + 8] for clip in results["free"]]),
         np.concatenate([clip[start : start + 8] for clip in truth]),
     )
     metrics = {
         "autoencoder_psnr": round(reconstruction_psnr(autoencoder, clips.flatten(0, 1)), 2),
-        "next_chunk_psnr": psnr("next", length),
-        "free_8_psnr": psnr("free", 8),
+        "next_chunk_psnr": psnr("next", start, length),
+        "free_8_psnr": psnr("free", start, start + 8),
         "free_8_psnr_pooled": round(float(pooled), 2),
-        "free_32_psnr": psnr("free", 32),
-        "free_all_psnr": psnr("free", length),
+        "free_32_psnr": psnr("free", start, start + 32),
+        "free_all_psnr": psnr("free", start, length),
         "free_sharpness": round(float(np.mean(sharp)), 3),
+        "free_colour": round(float(np.mean(colour)), 1),
+        "rollout_frames": length - start,
         "episodes": len(truth),
         "steps": config.steps,
     }
+    if length > config.memory_frames:
+        full, short = (psnr(kind, config.memory_frames, length) for kind in ("next", "window"))
+        metrics["memory_gain"] = round(full - short, 2)
     return metrics, [(b[start:], a[start:]) for a, b in zip(results["free"], truth, strict=True)]
 
 
@@ -116,6 +129,8 @@ def main() -> None:
     parser.add_argument("--episodes", type=Path, required=True, help="folder of unseen episodes")
     parser.add_argument("--out", type=Path, help="PNG grid of truth and rollout")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--frames", type=int, default=64, help="free-running frames of a clip")
+    parser.add_argument("--count", type=int, default=16, help="episodes that are measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -123,7 +138,7 @@ def main() -> None:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, autoencoder = load_models(manifest, device, dtype)
     frames, keys = load_folder(args.episodes, device)
-    config = EvaluationConfig(steps=args.steps)
+    config = EvaluationConfig(steps=args.steps, rollout_frames=args.frames, episodes=args.count)
     metrics, pairs = evaluate(model, autoencoder, frames, keys, manifest.config.sampler, config)
     if args.out is not None:
         save_grid(args.out, pairs[:6], every=6)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from quantwm.worlds.embedded.pose import pose_features
 from quantwm.worlds.embedded.rope import rope_tables
 from quantwm.worlds.embedded.sampler import sample
 from quantwm.worlds.embedded.transformer import Attend, Transformer
@@ -49,8 +51,12 @@ def forward_chunk(
     keys: torch.Tensor,
     first_frame: int,
     clean: bool,
+    pose: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One pass over a chunk [B, frames, C, H, W]; clean writes its keys and values to history."""
+    """One pass over a chunk [B, frames, C, H, W]; pose: its features.
+
+    clean writes its keys and values to history.
+    """
     config, device = model.config, latents.device
     frames = latents.shape[1]
     cos, sin = rope_tables(
@@ -58,7 +64,8 @@ def forward_chunk(
     )
     levels = torch.full(latents.shape[:2], sigma, device=device)
     shared, head = model.condition(levels, keys)
-    return model(latents, shared, head, cos, sin, lambda layer: history.attend_at(layer, clean))
+    attend_at = partial(history.attend_at, clean=clean)
+    return model(latents, shared, head, cos, sin, attend_at, pose=pose)
 
 
 @torch.no_grad()
@@ -72,28 +79,32 @@ def roll_out(
     seed: int,
     teacher_forced: bool,
     window: int | None = None,
+    poses: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Continues clips after their context; returns latents shaped as truth [B, T, C, H, W].
 
-    The context is copied. With teacher_forced every chunk's history holds the truth; otherwise
-    the model's own chunks.
+    poses: [B, T, 3] of `reckoned_poses`. The context is copied. With teacher_forced every chunk's
+    history holds the truth; otherwise the model's own chunks.
     """
     per_chunk, device = model.config.frames_per_chunk, truth.device
     history = DenseHistory(model.config.tokens_per_chunk, window)
     generator = torch.Generator(device).manual_seed(seed)
     out = truth.float().clone()
+    columns = model.config.grid[1]
+    told = None if poses is None else pose_features(poses, columns)
     for start in range(0, truth.shape[1], per_chunk):
         span = slice(start, start + per_chunk)
-        held = keys[:, span]
+        held, pose = keys[:, span], None if told is None else told[:, span]
         if start >= context_chunks * per_chunk:
             noise = torch.randn(out[:, span].shape, generator=generator, device=device)
 
             def predict(
-                x: torch.Tensor, sigma: float, first: int = start, held: torch.Tensor = held
-            ) -> torch.Tensor:
-                return forward_chunk(model, history, x, sigma, held, first, clean=False)
+                x: torch.Tensor, sigma: float, first: int = start, held: torch.Tensor = held,
+                pose: torch.Tensor | None = pose,
+            ) -> torch.Tensor:  # fmt: skip
+                return forward_chunk(model, history, x, sigma, held, first, False, pose)
 
             out[:, span], _ = sample(predict, noise, steps, shift)
         past = truth[:, span].float() if teacher_forced else out[:, span]
-        forward_chunk(model, history, past, 0.0, held, start, clean=True)
+        forward_chunk(model, history, past, 0.0, held, start, True, pose)
     return out

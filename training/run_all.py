@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,83 +25,20 @@ import torch
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder
-from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
 from training.data import FramePool, LatentPool, load_folder
 from training.evaluate import EvaluationConfig, evaluate, shipped_copy
 from training.frames import UNSEEN_SEED, Recorder, require_engine
 from training.pictures import save_grid
+from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
-from training.train_autoencoder import AutoencoderTraining, train_autoencoder
-from training.train_transformer import Stage, TrainState, TransformerTraining, train_transformer
+from training.train_autoencoder import train_autoencoder
+from training.train_transformer import TrainState, train_transformer
 
 DATA = (
     "Procedural maps (training/maps.py) with Freedoom art (BSD-3-Clause), rendered by ViZDoom, "
-    "256x192 reduced to 128x96, 4 tics a frame"
+    "512x384 reduced to 128x96, 4 tics a frame"
 )
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """How much of everything. Minutes are shares of the whole run's; see `PLANS`."""
-
-    world: EmbeddedConfig = PRESETS["shipped"]
-    episodes: int = 900
-    length: int = 512
-    first_episodes: int = 40
-    unseen_episodes: int = 16
-    unseen_length: int = 96
-    autoencoder_share: float = 0.19
-    finish_minutes: float = 1.0
-    save_every_minutes: float = 2.5
-    autoencoder: AutoencoderTraining = field(default_factory=AutoencoderTraining)
-    transformer: TransformerTraining = field(default_factory=TransformerTraining)
-    check: EvaluationConfig = field(
-        default_factory=lambda: EvaluationConfig(rollout_frames=32, episodes=8)
-    )
-    final: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-
-QUICK_WORLD = replace(
-    PRESETS["tiny"],
-    transformer=replace(PRESETS["tiny"].transformer, latent_height=12, latent_width=16),
-    autoencoder=AutoencoderConfig(
-        encoder_widths=(16, 24, 32), decoder_widths=(16, 24, 32), decoder_depths=(1, 1, 1),
-    ),
-)  # fmt: skip
-
-PLANS = {
-    "full": RunPlan(),
-    "continued": RunPlan(
-        transformer=TransformerTraining(
-            stages=(Stage(frames=64, batch=24, share=0.6), Stage(frames=128, batch=12, share=0.4)),
-            flat_share=0.2,
-        )
-    ),
-    "quick": RunPlan(
-        world=QUICK_WORLD,
-        episodes=8,
-        length=64,
-        first_episodes=2,
-        unseen_episodes=2,
-        unseen_length=32,
-        autoencoder_share=0.2,
-        finish_minutes=0.2,
-        save_every_minutes=0.3,
-        autoencoder=AutoencoderTraining(batch=16, warmup_steps=10),
-        transformer=TransformerTraining(
-            stages=(
-                Stage(frames=8, batch=4, share=0.5),
-                Stage(frames=16, batch=2, share=0.3),
-                Stage(frames=32, batch=1, share=0.2),
-            ),
-            short_windows=(1, 2),
-            log_every=10,
-        ),
-        check=EvaluationConfig(context_chunks=2, rollout_frames=8, episodes=2, steps=2),
-        final=EvaluationConfig(context_chunks=2, rollout_frames=16, episodes=2, steps=2),
-    ),
-}
 
 
 class Run:
@@ -124,7 +61,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.work / "checkpoint.pt"
+        return self.work / f"checkpoint-{self.out.name}.pt"
 
     def facts(self, state: TrainState) -> dict[str, Any]:
         """What the manifest says about how the weights were made."""
@@ -145,63 +82,97 @@ class Run:
         }
 
 
-def record_frames(run: Run) -> tuple[Recorder, threading.Thread]:
-    """Unseen maps first, waited for; then the training maps in the background."""
-    plan, seed = run.plan, run.args.seed
-    unseen = Recorder(
-        range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes),
-        plan.unseen_length,
-        run.work / "unseen",
-        run.args.processes,
-    )
-    unseen.wait(300)
-    first = 10_000 * seed
-    recorder = Recorder(
-        range(first, first + plan.episodes), plan.length, run.work / "frames", run.args.processes
-    )
-    thread = threading.Thread(target=recorder.wait, args=(900,), name="recorder", daemon=True)
-    thread.start()
-    return recorder, thread
+class FrameSource:
+    """The episodes that are being recorded: by this run, or by another in the same folder."""
+
+    def __init__(self, run: Run) -> None:
+        """Unseen maps first, waited for; then the training maps in the background."""
+        self._run, plan, args = run, run.plan, run.args
+        self._recorder: Recorder | None = None
+        self._thread: threading.Thread | None = None
+        unseen = run.work / "unseen"
+        if args.no_record:
+            wait_for_files(unseen, plan.unseen_episodes, 300)
+            return
+        seeds = range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes)
+        Recorder(seeds, plan.unseen_length, unseen, args.processes).wait(300)
+        first = 10_000 * args.seed
+        self._recorder = Recorder(
+            range(first, first + plan.episodes), plan.length, run.work / "frames", args.processes
+        )
+        self._thread = threading.Thread(
+            target=self._recorder.wait, args=(900,), name="recorder", daemon=True
+        )
+        self._thread.start()
+
+    def finish(self, pool: FramePool) -> int:
+        """Waits for the last frames, at most a tenth of the run; returns how many are usable."""
+        seconds = self._run.args.minutes * 6
+        if self._thread is not None:
+            self._thread.join(timeout=seconds)
+        else:
+            pool.wait_up_to(self._run.plan.episodes, seconds)
+        self.close()
+        pool.stop()
+        return pool.load_new()
+
+    def close(self) -> None:
+        if self._recorder is not None and self._thread is not None:
+            self._recorder.close()
+            self._thread.join(timeout=30)
+
+    @property
+    def given_up(self) -> int:
+        return 0 if self._recorder is None else len(self._recorder.given_up)
+
+
+def wait_for_files(folder: Path, count: int, seconds: float) -> None:
+    """UserError when so many episodes do not come in time."""
+    end = time.monotonic() + seconds
+    while (found := len(list(folder.glob("episode-*.npz")))) < count:
+        if time.monotonic() > end:
+            raise UserError(
+                f"{folder} has {found} of {count} episodes after {seconds:.0f} s; "
+                f"leave out --no-record"
+            )
+        time.sleep(0.2)
 
 
 def make_autoencoder(run: Run, pool: FramePool, unseen: torch.Tensor) -> Autoencoder:
-    """Trained here, or taken from earlier weights whose latents the transformer goes on with."""
-    started = time.monotonic()
+    """New, or the one of earlier weights; trained (further) for its share of the minutes."""
+    started, plan = time.monotonic(), run.plan
+    minutes = run.args.minutes * plan.autoencoder_share
     if run.args.weights is not None:
-        _, autoencoder = load_models(read_manifest(run.args.weights), run.device, torch.float32)
-        return autoencoder
-    plan = run.plan
-    model, metrics = train_autoencoder(
-        pool, unseen.flatten(0, 1)[:512], plan.world.autoencoder, plan.autoencoder,
-        run.args.minutes * plan.autoencoder_share, run.args.seed, run.log,
-        run.device.type == "cuda" and not run.args.eager,
-    )  # fmt: skip
-    run.metrics["autoencoder_psnr"] = metrics["psnr_unseen"]
-    run.metrics["autoencoder_steps"] = metrics["steps"]
+        _, model = load_models(read_manifest(run.args.weights), run.device, torch.float32)
+        if model.config != plan.world.autoencoder:
+            raise UserError(f"the autoencoder of {run.args.weights} has other sizes than the plan")
+    else:
+        torch.manual_seed(run.args.seed)
+        model = Autoencoder(plan.world.autoencoder)
+    if minutes > 0:
+        model, metrics = train_autoencoder(
+            pool, unseen.flatten(0, 1)[:: plan.unseen_episodes], model, plan.autoencoder, minutes,
+            run.args.seed, run.log, run.device.type == "cuda" and not run.args.eager,
+        )  # fmt: skip
+        run.metrics["autoencoder_steps"] = metrics["steps"]
     run.minutes["autoencoder"] = round((time.monotonic() - started) / 60, 2)
     return model.eval().requires_grad_(False)
 
 
 def latents_of(
-    run: Run,
-    pool: FramePool,
-    autoencoder: Autoencoder,
-    recorder: Recorder,
-    thread: threading.Thread,
+    run: Run, pool: FramePool, autoencoder: Autoencoder, source: FrameSource
 ) -> LatentPool:
-    """Waits for the last frames (at most a tenth of the run), then encodes all there are."""
-    thread.join(timeout=run.args.minutes * 6)
-    recorder.close()
-    thread.join(timeout=30)
-    pool.stop()
-    episodes = pool.load_new()
+    """All frames there are, encoded."""
+    episodes = source.finish(pool)
     run.metrics["frames"] = episodes * run.plan.length
     started = time.monotonic()
     with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
-        latents = LatentPool.encode(autoencoder, pool.frames[:episodes], pool.keys[:episodes])
+        latents = LatentPool.encode(
+            autoencoder, pool.frames[:episodes], pool.keys[:episodes], pool.poses[:episodes]
+        )
     run.minutes["encode"] = round((time.monotonic() - started) / 60, 2)
     run.log.event(
-        "encoded", episodes=episodes, given_up=len(recorder.given_up),
+        "encoded", episodes=episodes, given_up=source.given_up,
         mean=round(float(latents.latents.float().mean()), 3),
         std=round(float(latents.latents[:: max(1, episodes // 50)].float().std()), 3),
     )  # fmt: skip
@@ -273,8 +244,9 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     run = Run(plan, args)
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     run.log.event("start", budget=args.minutes, device=str(run.device), seed=args.seed)
-    recorder, thread = record_frames(run)
+    source = FrameSource(run)
     unseen = load_folder(run.work / "unseen", run.device)
     pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
     pool.follow()
@@ -282,9 +254,9 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
         pool.wait_for(plan.first_episodes, 180)
         run.minutes["first_frames"] = round(run.log.minutes, 2)
         autoencoder = make_autoencoder(run, pool, unseen[0])
-        latents = latents_of(run, pool, autoencoder, recorder, thread)
+        latents = latents_of(run, pool, autoencoder, source)
     finally:
-        recorder.close()
+        source.close()
         pool.stop()
     del pool
     if run.device.type == "cuda":
@@ -293,6 +265,9 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     if args.weights is not None:
         model, _ = load_models(read_manifest(args.weights), run.device, torch.float32)
         state.start_from(model)
+        if plan.world.transformer.pose and not model.config.pose:
+            run.log.event("weights know no pose", pose_in="starts at zero")
+        del model
     if args.resume is not None:
         state.load(args.resume)
 
@@ -318,19 +293,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--plan", choices=sorted(PLANS), help="full, or continued with --weights")
     parser.add_argument("--quick", action="store_true", help="a toy run of everything on a CPU")
+    parser.add_argument(
+        "--no-record", action="store_true", help="another run records into the same --work"
+    )
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--attention", choices=("flex", "sdpa"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--muon-lr", type=float, help="peak rate of the blocks' matrices")
     parser.add_argument("--weights", type=Path, help="go on from exported weights (warm restart)")
     parser.add_argument("--resume", type=Path, help="go on from a checkpoint; needs --weights too")
+    add_switches(parser)
     args = parser.parse_args(argv)
+    if args.no_record and args.work is None:
+        raise UserError("--no-record needs --work, the folder that another run records into")
     if args.resume is not None and args.weights is None:
         raise UserError(
             "--resume needs --weights: the checkpoint's latents are of that autoencoder"
         )
+    if args.resume is not None:
+        args.ae_share = 0.0
     name = "quick" if args.quick else ("continued" if args.weights is not None else "full")
     args.plan = args.plan or name
     if args.minutes is None:
@@ -343,11 +325,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     try:
         args = parse()
-        plan = PLANS[args.plan]
-        if args.muon_lr is not None:
-            transformer = replace(plan.transformer, muon_lr=args.muon_lr)
-            plan = replace(plan, transformer=transformer)
-        facts = run_all(plan, args)
+        facts = run_all(apply_switches(PLANS[args.plan], args), args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -92,15 +92,18 @@ def predict_clip(
     tables: tuple[torch.Tensor, torch.Tensor],
     attend: Attend,
     residual_dtype: torch.dtype = torch.float32,
+    pose: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Clean prediction for the noisy stream, float32 [B, T, C, H, W].
 
     clean, noisy: [B, T, C, H, W]; sigma: [B, T], the noise level of each noisy frame; keys:
-    [B, T, 6]. The clean stream is always told noise level 0.
+    [B, T, 6]; pose: of `pose_features` [B, T, columns, FEATURES]. The clean stream is always told
+    noise level 0.
     """
     frames = clean.shape[1]
     levels = torch.cat((torch.zeros_like(sigma), sigma), dim=1)
     shared, head = model.condition(levels, torch.cat((keys, keys), dim=1))
     both = torch.cat((clean, noisy), dim=1)
-    out = model(both, shared, head, *tables, lambda layer: attend, residual_dtype)
+    told = None if pose is None else torch.cat((pose, pose), dim=1)
+    out = model(both, shared, head, *tables, lambda layer: attend, residual_dtype, told)
     return out[:, frames:]

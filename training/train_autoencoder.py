@@ -1,14 +1,22 @@
-"""Trains the autoencoder: L1, MSE and gradient loss on random frames, until its time is over."""
+"""Trains the autoencoder: L1, MSE and gradient loss on random frames, until its time is over.
+
+A step is one CUDA graph (training/captured.py), because the host is busy rendering meanwhile.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder, ResidualBlock, to_signed
-from quantwm.worlds.embedded.config import AutoencoderConfig
+from training.captured import WARM_UPS, CapturedStep
 from training.data import FramePool
 from training.progress import Budget, Log
 
@@ -18,16 +26,17 @@ class AutoencoderTraining:
     """latent_noise makes the decoder forgive the transformer's small errors; the latent penalty
     keeps the encoder from drowning that noise by growing its latents."""
 
-    batch: int = 256
-    lr: float = 1.5e-3
+    batch: int = 128
+    lr: float = 1e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     mse_weight: float = 2.0
     gradient_weight: float = 0.5
     latent_noise: float = 0.03
     latent_penalty: float = 1e-4
+    ema: float = 0.998
     max_steps: int = 1_000_000
-    log_every: int = 50
+    log_every: int = 500
 
 
 def learning_rate(step: int, fraction: float, warmup_steps: int, floor: float = 0.02) -> float:
@@ -94,58 +103,123 @@ def reconstruction_psnr(model: Autoencoder, frames: torch.Tensor) -> float:
     return float(torch.cat(values).mean())
 
 
+def as_signed(frames: torch.Tensor) -> torch.Tensor:
+    """A static batch of bytes to what the encoder reads, channels last."""
+    return to_signed(frames).contiguous(memory_format=torch.channels_last)
+
+
+class Trainer:
+    """The model, its average and its optimiser, and one step on a batch that stays in place."""
+
+    def __init__(
+        self, model: Autoencoder, config: AutoencoderTraining, frames: torch.Tensor
+    ) -> None:
+        """frames: uint8 [batch, H, W, 3] on the device; the caller fills it before every step."""
+        self.frames, self._config = frames, config
+        self.model = model.train().requires_grad_(True)
+        self.average = copy.deepcopy(model).requires_grad_(False)
+        self.on_gpu = frames.is_cuda
+        self._lr = torch.tensor(config.lr, device=frames.device)
+        self._adam = torch.optim.AdamW(
+            model.parameters(), lr=self._lr if self.on_gpu else config.lr, betas=(0.9, 0.95),
+            weight_decay=config.weight_decay, fused=self.on_gpu, capturable=self.on_gpu,
+        )  # fmt: skip
+
+    def set_rate(self, factor: float) -> None:
+        if self.on_gpu:
+            self._lr.fill_(self._config.lr * factor)
+        else:
+            self._adam.param_groups[0]["lr"] = self._config.lr * factor
+
+    def step(self) -> tuple[torch.Tensor, ...]:
+        """loss, mean squared error. Never waits for the device, so that it can be captured."""
+        pictures = as_signed(self.frames)
+        with torch.autocast(self.frames.device.type, torch.bfloat16, enabled=self.on_gpu):
+            loss, mse = autoencoder_loss(self.model, pictures, self._config)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            torch._foreach_lerp_(
+                list(self.average.parameters()), list(self.model.parameters()),
+                1 - self._config.ema,
+            )  # fmt: skip
+        return loss.detach(), mse
+
+
+def start_steps(trainer: Trainer, compiled: bool, log: Log) -> Callable[[], Any]:
+    """The step as fast as this machine runs it: captured and compiled, captured, or plain."""
+    set_compiled(trainer.model, compiled)
+    if not trainer.on_gpu:
+        return trainer.step
+    device = trainer.frames.device
+    for step, words in (
+        (CapturedStep(trainer.step, device), "without the compiler"),
+        (CapturedStep(trainer.step, device), "op by op"),
+        (trainer.step, ""),
+    ):
+        try:
+            for _ in range(WARM_UPS + 2):
+                step()
+            torch.cuda.synchronize(device)
+            return step
+        except RuntimeError as error:
+            if not words:
+                raise
+            log.event(f"autoencoder runs {words}", reason=str(error)[:300])
+            set_compiled(trainer.model, False)
+            trainer.model.zero_grad(set_to_none=True)
+    return trainer.step
+
+
 def train_autoencoder(
     pool: FramePool,
     unseen: torch.Tensor,
-    model_config: AutoencoderConfig,
+    model: Autoencoder,
     config: AutoencoderTraining,
     minutes: float,
     seed: int,
     log: Log,
     compiled: bool,
 ) -> tuple[Autoencoder, dict[str, float]]:
-    """Trains from scratch on the pool, which may still be filling. unseen: uint8 [N, H, W, 3]."""
+    """Trains `model`, new or from earlier weights, on the pool, which may still be filling.
+
+    unseen: uint8 [N, H, W, 3]. Returns the average of the weights, calibrated and rounded.
+    """
     device = pool.frames.device
     torch.manual_seed(seed)
     generator = torch.Generator(device).manual_seed(seed)
-    model = Autoencoder(model_config).to(device, memory_format=torch.channels_last)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay,
-        fused=device.type == "cuda",
-    )  # fmt: skip
-    set_compiled(model, compiled)
+    model = model.to(device, torch.float32, memory_format=torch.channels_last)
+    batch = pool.random_frames(config.batch, generator)
+    trainer = Trainer(model, config, batch)
+    trainer.set_rate(1 / config.warmup_steps)
     budget, step = Budget(minutes), 0
+    run = start_steps(trainer, compiled, log)
+    last_time, last_step = time.monotonic(), 0
     while step < config.max_steps and budget.left > 0:
         factor = learning_rate(step, budget.fraction, config.warmup_steps)
-        for group in optimiser.param_groups:
-            group["lr"] = config.lr * factor
-        pictures = to_signed(pool.random_frames(config.batch, generator))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            try:
-                loss, mse = autoencoder_loss(model, pictures, config)
-            except RuntimeError as error:
-                if not compiled:
-                    raise
-                log.event("autoencoder runs without the compiler", reason=str(error)[:300])
-                compiled = False
-                set_compiled(model, False)
-                loss, mse = autoencoder_loss(model, pictures, config)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
+        trainer.set_rate(factor)
+        batch.copy_(pool.random_frames(config.batch, generator))
+        loss, mse = run()
         if step % config.log_every == 0:
             # pictures span [-1, 1], so the peak of PSNR is 2
-            psnr = 10 * math.log10(4.0 / max(float(mse), 1e-9))
+            psnr, now = 10 * math.log10(4.0 / max(float(mse), 1e-9)), time.monotonic()
+            if not math.isfinite(float(loss)):
+                raise UserError("the autoencoder's loss is not finite; lower its rate (--ae-lr)")
             log.event(
-                "autoencoder", step=step, loss=round(float(loss.detach()), 4), psnr=round(psnr, 2),
-                episodes=pool.count, lr=round(config.lr * factor, 6), left_s=round(budget.left),
+                "autoencoder", step=step, loss=round(float(loss), 4), psnr=round(psnr, 2),
+                episodes=pool.count, lr=round(config.lr * factor, 6),
+                steps_per_s=round((step - last_step) / max(now - last_time, 1e-9), 1),
+                eta_s=round(budget.left),
             )  # fmt: skip
+            last_time, last_step = now, step
         step += 1
-    set_compiled(model, False)
-    calibrate(model, to_signed(pool.random_frames(min(4096, 16 * config.batch), generator)))
-    round_to_bf16(model)
-    psnr = reconstruction_psnr(model, unseen)
+    set_compiled(trainer.model, False)
+    average = trainer.average
+    calibrate(average, to_signed(pool.random_frames(min(4096, 16 * config.batch), generator)))
+    round_to_bf16(average)
+    psnr = reconstruction_psnr(average, unseen)
     metrics = {"psnr_unseen": round(psnr, 2), "steps": step}
     log.event("autoencoder done", **metrics)
-    return model, metrics
+    return average, metrics

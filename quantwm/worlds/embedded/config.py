@@ -98,7 +98,7 @@ class EmbeddedConfig:
     autoencoder: AutoencoderConfig = field(default_factory=AutoencoderConfig)
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     context_frames: int = 16
-    train_frames: int = 128
+    train_frames: int = 256
     fps: float = 8.75  # 4 of the engine's 35 tics a frame
 
     @property

@@ -1,4 +1,4 @@
-"""Start scenes of the embedded world: 16 true frames with their keys, as PNG and JSON."""
+"""Start scenes of the embedded world: 16 true frames with their keys, as WebP and JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from quantwm.errors import UserError
+from quantwm.sheets import read_sheet, write_sheet
 from quantwm.worlds.base import Scene
 from quantwm.worlds.embedded.config import KEYS
 
@@ -34,32 +35,29 @@ def list_scenes(folder: Path) -> list[Scene]:
 
 def load_scene(folder: Path, name: str, size: tuple[int, int]) -> SceneClip:
     """Reads one scene. size: (width, height) that its frames must have. UserError otherwise."""
-    import imageio.v3 as imageio
-
     known = [scene.name for scene in list_scenes(folder)]
     if name not in known:
         listed = ", ".join(known) or "none (assets/scenes is empty)"
         raise UserError(f"unknown scene {name!r}; there are {listed}")
     data = _read(folder / name / "scene.json")
-    strip = imageio.imread(folder / name / "frames.png")
-    count, (width, height) = len(data["keys"]), size
-    if strip.shape != (count * height, width, 3) or strip.dtype != np.uint8:
-        raise UserError(
-            f"scene {name!r}: frames.png is {strip.shape}, which is not {count} frames of "
-            f"{width} x {height} in RGB; fetch it again"
-        )
-    return SceneClip(strip.reshape(count, height, width, 3), data["keys"])
+    path = folder / name / "frames.webp"
+    try:
+        frames = read_sheet(path, len(data["keys"]), size)
+    except (OSError, ValueError) as error:
+        raise UserError(f"scene {name!r}: {path} is damaged ({error}); fetch it again") from error
+    return SceneClip(frames, data["keys"])
 
 
 def save_scene(folder: Path, name: str, title: str, clip: SceneClip, origin: dict) -> None:
-    """Writes scene.json, frames.png (frames below each other, lossless) and thumbnail.png."""
-    import imageio.v3 as imageio
+    """Writes scene.json, frames.webp (see `write_sheet`) and thumbnail.png, in 128 colours."""
+    from PIL import Image
 
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
-    count, height, width, _ = clip.frames.shape
-    imageio.imwrite(target / "frames.png", clip.frames.reshape(count * height, width, 3))
-    imageio.imwrite(target / "thumbnail.png", clip.frames[-1].repeat(2, axis=0).repeat(2, axis=1))
+    write_sheet(target / "frames.webp", clip.frames)
+    last = Image.fromarray(clip.frames[-1])
+    thumbnail = last.resize((last.width * 2, last.height * 2), Image.Resampling.NEAREST)
+    thumbnail.quantize(128, dither=Image.Dither.NONE).save(target / "thumbnail.png", optimize=True)
     keys = [[key for key in KEYS if key in held] for held in clip.keys]
     data = {"title": title, "keys": keys, "origin": origin}
     text = json.dumps(data, indent=None) + "\n"

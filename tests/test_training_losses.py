@@ -1,0 +1,171 @@
+"""The stage on own rollouts, the critic's gradient, and poses laid at random in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantwm.worlds.embedded.config import PRESETS
+from quantwm.worlds.embedded.pose import YAW_FEATURES
+from quantwm.worlds.embedded.transformer import Transformer
+from training.critic import Critic, add_critic_gradient, chunks_of, critic_loss
+from training.data import LatentPool
+from training.losses import (
+    Clips,
+    Stage,
+    TransformerTraining,
+    forward_loss,
+    training_pose,
+    weighted_error,
+)
+from training.own_history import mixed_history, own_rollout
+from training.progress import Budget, Log
+from training.rollout import roll_out
+from training.teacher_forcing import dense_mask, sdpa_attend, two_stream_tables
+from training.train_transformer import TrainState, train_stage
+
+CONFIG = PRESETS["tiny"].transformer
+FRAMES, CHUNK = 16, 4
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    model = Transformer(CONFIG)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def clips():
+    poses = torch.cumsum(torch.randn(2, FRAMES, 3, generator=rng(5)), dim=1) * 10
+    keys = torch.randint(0, 2, (2, FRAMES, 6), generator=rng(6)).float()
+    pose = training_pose(poses, CONFIG.grid[1], 0.0, rng(7))
+    return Clips(torch.randn(2, FRAMES, *CONFIG.latent_shape, generator=rng(8)), keys, pose)
+
+
+def attention():
+    return sdpa_attend(dense_mask(FRAMES, CONFIG, FRAMES // CHUNK, "cpu"))
+
+
+def test_random_axes_keep_what_lies_between_two_frames():
+    poses = torch.cumsum(torch.randn(3, 8, 3, generator=rng(1)), dim=1) * 20
+    products = []
+    for seed in (1, 2):
+        features = training_pose(poses, 8, 0.0, rng(seed)).double()
+        yaw = features[..., :YAW_FEATURES]
+        products.append(torch.einsum("btcf,bscf->btsc", yaw, yaw))
+    torch.testing.assert_close(*products, rtol=0, atol=2e-4)
+
+
+def test_lost_clips_keep_their_heading_only():
+    features = training_pose(torch.randn(64, 4, 3, generator=rng(2)), 8, 0.5, rng(3))
+    gone = (features[..., YAW_FEATURES:] == 0).all(dim=(1, 2, 3))
+    assert 10 < int(gone.sum()) < 54
+    assert (features[..., :YAW_FEATURES].abs().sum(dim=(1, 2, 3)) > 0).all()
+
+
+def test_own_rollout_is_the_sampler_from_true_history(model, clips):
+    """The parallel rollout's first generated chunk equals the sequential one, noise for noise."""
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    clean = clips.latents
+    own = own_rollout(
+        model, clean, clips.keys, None, tables, attention(), 3.0, rng(4), torch.float32
+    )
+    noise = torch.randn(clean.shape, generator=rng(4))
+
+    class Noise:
+        """Feeds the chunks of the same noise to the sequential rollout."""
+
+        first = CHUNK
+
+    def chunk_noise(shape, generator, device):
+        span = noise[:, Noise.first : Noise.first + CHUNK]
+        Noise.first += CHUNK
+        return span
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.rollout.torch.randn", chunk_noise)
+        forced = roll_out(model, clean, clips.keys, 1, 2, 3.0, 0, teacher_forced=True)
+    torch.testing.assert_close(own.chunks[:, CHUNK:], forced[:, CHUNK:], rtol=1e-4, atol=1e-4)
+    assert own.level == pytest.approx(0.75) and not own.chunks.requires_grad
+
+
+def test_mixed_history_keeps_the_context_and_whole_chunks():
+    clean, own = torch.zeros(64, FRAMES, 1, 1, 1), torch.ones(64, FRAMES, 1, 1, 1)
+    mixed = mixed_history(clean, own, CHUNK, 0.5, 1, rng(9)).flatten(1)
+    assert (mixed[:, :CHUNK] == 0).all()
+    by_chunk = mixed.unflatten(1, (-1, CHUNK))
+    assert (by_chunk == by_chunk[..., :1]).all()
+    share = float((mixed[:, CHUNK:].sum(dim=1) > 0).float().mean())
+    assert 0.25 < share < 0.6
+    assert (mixed_history(clean, own, CHUNK, 0.0, 1, rng(9)) == 0).all()
+
+
+def test_critic_gradient_has_the_length_that_was_asked_for(clips):
+    torch.manual_seed(0)
+    critic = Critic(CONFIG, width=8)
+    weight = torch.zeros(2, FRAMES, *CONFIG.latent_shape, requires_grad=True)
+    counts = torch.ones(2 * (FRAMES // CHUNK - 1))
+    sigma = torch.full((2, FRAMES), 0.75)
+    grads = {}
+    for share in (0.0, 0.5):
+        out = weight * 1.0
+        loss, _ = weighted_error(out, clips.latents, sigma, CHUNK, 0.15)
+        add_critic_gradient(critic, out, loss, clips.latents, counts, share, CHUNK)
+        grads[share], weight.grad = weight.grad.clone(), None
+    pushed = grads[0.5] - grads[0.0]
+    assert (pushed[:, :CHUNK] == 0).all()
+    assert float(pushed.norm() / grads[0.0].norm()) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_critic_learns_to_tell_blurred_chunks(clips):
+    torch.manual_seed(0)
+    critic = Critic(CONFIG, width=16)
+    adam = torch.optim.Adam(critic.parameters(), lr=3e-3)
+    fake, before = chunks_of(0.3 * clips.latents, clips.latents, CHUNK)
+    real, _ = chunks_of(clips.latents, clips.latents, CHUNK)
+    losses = []
+    for _ in range(40):
+        loss = critic_loss(critic, real, fake, before, torch.ones(len(fake)))
+        losses.append(float(loss.detach()))
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_every_kind_of_stage_steps_and_stays_finite(clips, tmp_path):
+    training = TransformerTraining(
+        short_windows=(1, 2), context_chunks=1, critic_warmup=1, max_steps=3, log_every=1
+    )
+    state = TrainState.fresh(CONFIG, training, 0, torch.device("cpu"))
+    keys = clips.keys.to(torch.uint8)
+    pool = LatentPool(clips.latents, keys, torch.zeros(2, FRAMES, 3))
+    for stage in (Stage(8, 1, 1.0), Stage(16, 1, 1.0, own=1.0), Stage(16, 1, 1.0, 1.0, 0.5)):
+        state.runs.append({"minutes": 1, "first_step": state.step, "seed": 0})
+        train_stage(
+            state, stage, pool, training, Budget(1), 60, "sdpa", 0, Log(), lambda state: None
+        )
+    assert state.step == 9 and state.critic is not None
+    for parameter in state.model.parameters():
+        assert torch.isfinite(parameter).all()
+
+
+def test_pose_reaches_the_loss(model, clips):
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    losses = []
+    for pose in (clips.pose, None):
+        told = Clips(clips.latents, clips.keys, pose)
+        loss, *_ = forward_loss(
+            model, told, Stage(FRAMES, 2, 1.0), tables, attention(), attention(),
+            TransformerTraining(), rng(1), torch.float32,
+        )  # fmt: skip
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1]

@@ -1,0 +1,184 @@
+"""What a step of the transformer's training minimises: settings, noisy streams, weighted errors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quantwm.worlds.embedded.pose import YAW_FEATURES, pose_features
+from quantwm.worlds.embedded.transformer import Attend, Transformer
+from training.own_history import mixed_history, own_rollout
+from training.teacher_forcing import predict_clip
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A share of the time at one clip length.
+
+    own: share of the clips whose history is partly of the model's own making; adversarial: length
+    of the critic's gradient over that of the error's, for chunks drawn from own first steps.
+    """
+
+    frames: int
+    batch: int
+    share: float
+    own: float = 0.0
+    adversarial: float = 0.0
+
+
+@dataclass(frozen=True)
+class TransformerTraining:
+    """short_windows: with chance short_chance a step sees only so many past chunks, so that a
+    16-frame window is something the model knows. context_noise: the clean stream of half of the
+    clips is disturbed by up to this much, unannounced, as a rollout's own history is. lost: share
+    of clips without positions, as after a walk along a wall."""
+
+    stages: tuple[Stage, ...] = (
+        Stage(frames=32, batch=48, share=0.25),
+        Stage(frames=64, batch=24, share=0.25),
+        Stage(frames=128, batch=12, share=0.15),
+        Stage(frames=256, batch=6, share=0.10),
+        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.3),
+    )
+    muon_lr: float = 0.02
+    adam_lr: float = 1.5e-3
+    critic_lr: float = 4e-4
+    critic_warmup: int = 60
+    warmup_steps: int = 100
+    flat_share: float = 0.4
+    floor: float = 0.03
+    ema: float = 0.999
+    sigma_shift: float = 3.0
+    sigma_floor: float = 0.15
+    short_windows: tuple[int, ...] = (3, 4, 8)
+    short_chance: float = 0.3
+    context_chunks: int = 4
+    context_noise: float = 0.15
+    pose: bool = True
+    lost: float = 0.1
+    max_steps: int = 1_000_000
+    log_every: int = 50
+
+
+@dataclass(frozen=True)
+class Clips:
+    """latents [B, T, C, H, W]; keys float32 [B, T, 6]; pose: features or None."""
+
+    latents: torch.Tensor
+    keys: torch.Tensor
+    pose: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is to be denoised: noisy [B, T, C, H, W], sigma [B, T], and which chunks [B, chunks]
+    come from the model's own first step."""
+
+    noisy: torch.Tensor
+    sigma: torch.Tensor
+    own: torch.Tensor
+
+
+def training_pose(
+    poses: torch.Tensor, columns: int, lost: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Features of poses [B, T, 3], each clip in axes of its own, laid at random.
+
+    A long session is anywhere in its axes; only differences may count.
+    """
+    batch, like = len(poses), {"generator": generator, "device": poses.device}
+    turn = 2 * math.pi * torch.rand(batch, 1, **like)
+    shift = 4096 * torch.rand(batch, 1, 2, **like)
+    start = poses[:, :1]
+    dx, dy = (poses[..., 1:] - start[..., 1:]).unbind(-1)
+    cos, sin = turn.cos(), turn.sin()
+    moved = torch.stack((poses[..., 0] + turn, cos * dx - sin * dy, sin * dx + cos * dy), dim=-1)
+    moved[..., 1:] += shift
+    features = pose_features(moved, columns)
+    known = (torch.rand(batch, 1, 1, 1, **like) >= lost).float()
+    return torch.cat((features[..., :YAW_FEATURES], features[..., YAW_FEATURES:] * known), dim=-1)
+
+
+def noisy_stream(
+    clean: torch.Tensor, per_chunk: int, training: TransformerTraining, generator: torch.Generator
+) -> Stream:
+    """The clip with a noise level of its own for every chunk."""
+    batch, frames = clean.shape[:2]
+    like = {"generator": generator, "device": clean.device}
+    u = torch.rand(batch, frames // per_chunk, **like)
+    sigma = training.sigma_shift * u / (1 + (training.sigma_shift - 1) * u)
+    level = sigma.repeat_interleave(per_chunk, dim=1)
+    scale = level[:, :, None, None, None]
+    noisy = (1 - scale) * clean + scale * torch.randn(clean.shape, **like)
+    return Stream(noisy, level, torch.zeros_like(u, dtype=torch.bool))
+
+
+def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) -> torch.Tensor:
+    """Half of the clips with up to so much noise on them."""
+    like = {"generator": generator, "device": clean.device}
+    draw = torch.rand(len(clean), 2, 1, 1, 1, **like)
+    size = (draw[:, 1:] < 0.5) * draw[:, :1] * amount
+    return clean + size * torch.randn(clean.shape, **like)
+
+
+def with_own_steps(
+    model: Transformer, clips: Clips, clean: torch.Tensor, stream: Stream, stage: Stage,
+    tables: tuple[torch.Tensor, torch.Tensor], attend: Attend, training: TransformerTraining,
+    generator: torch.Generator, residual_dtype: torch.dtype,
+) -> tuple[torch.Tensor, Stream]:  # fmt: skip
+    """History and stream of a stage on the model's own rollouts: some chunks of the history are
+    generated, and half of the chunks to be denoised start from the model's own first step."""
+    per_chunk = model.config.frames_per_chunk
+    rollout = own_rollout(
+        model, clean, clips.keys, clips.pose, tables, attend, training.sigma_shift, generator,
+        residual_dtype,
+    )  # fmt: skip
+    history = mixed_history(
+        clean, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
+    )
+    draw = torch.rand(stream.own.shape, generator=generator, device=clean.device)
+    own = draw < 0.5
+    mask = own.repeat_interleave(per_chunk, dim=1)
+    noisy = torch.where(mask[:, :, None, None, None], rollout.entering, stream.noisy)
+    sigma = torch.where(mask, rollout.level, stream.sigma)
+    return history, Stream(noisy, sigma, own)
+
+
+def weighted_error(
+    out: torch.Tensor, clean: torch.Tensor, sigma: torch.Tensor, per_chunk: int, floor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted x-prediction loss (about that of velocities) and plain mean squared error.
+
+    The first chunk has no past and is never generated by the product, so it does not count.
+    """
+    error = (out - clean).square().mean(dim=(2, 3, 4))[:, per_chunk:]
+    weight = sigma[:, per_chunk:].clamp_min(floor) ** -2
+    return (weight * error).mean(), error.detach().mean()
+
+
+def forward_loss(
+    model: Transformer, clips: Clips, stage: Stage, tables: tuple[torch.Tensor, torch.Tensor],
+    attend: Attend, full: Attend, training: TransformerTraining, generator: torch.Generator,
+    residual_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Stream]:  # fmt: skip
+    """(loss, plain mean squared error, prediction [B, T, C, H, W], the stream it is of).
+
+    attend: of this step; full: sees the whole past, for the model's own rollouts.
+    """
+    per_chunk = model.config.frames_per_chunk
+    clean = clips.latents.float()
+    stream = noisy_stream(clean, per_chunk, training, generator)
+    history = clean
+    if stage.own > 0:
+        history, stream = with_own_steps(
+            model, clips, clean, stream, stage, tables, full, training, generator, residual_dtype
+        )
+    history = disturbed(history, training.context_noise, generator)
+    out = predict_clip(
+        model, history, stream.noisy, stream.sigma, clips.keys, tables, attend, residual_dtype,
+        clips.pose,
+    )  # fmt: skip
+    loss, mse = weighted_error(out, clean, stream.sigma, per_chunk, training.sigma_floor)
+    return loss, mse, out, stream

@@ -1,0 +1,159 @@
+"""How much of everything a training run does: the named plans of `run_all`, and their switches."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, replace
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
+from training.evaluate import EvaluationConfig
+from training.losses import Stage, TransformerTraining
+from training.train_autoencoder import AutoencoderTraining
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Shares are of the whole run's minutes; see `PLANS`."""
+
+    world: EmbeddedConfig = PRESETS["shipped"]
+    episodes: int = 900
+    length: int = 512
+    first_episodes: int = 40
+    unseen_episodes: int = 32
+    unseen_length: int = 272
+    autoencoder_share: float = 0.26
+    finish_minutes: float = 0.8
+    save_every_minutes: float = 3.5
+    autoencoder: AutoencoderTraining = field(default_factory=AutoencoderTraining)
+    transformer: TransformerTraining = field(default_factory=TransformerTraining)
+    check: EvaluationConfig = field(
+        default_factory=lambda: EvaluationConfig(rollout_frames=64, episodes=8, steps=2)
+    )
+    final: EvaluationConfig = field(
+        default_factory=lambda: EvaluationConfig(rollout_frames=256, episodes=32, steps=2)
+    )
+
+
+QUICK_WORLD = replace(
+    PRESETS["tiny"],
+    transformer=replace(PRESETS["tiny"].transformer, latent_height=12, latent_width=16),
+    autoencoder=AutoencoderConfig(
+        encoder_widths=(16, 24, 32), decoder_widths=(16, 24, 32), decoder_depths=(1, 1, 1),
+    ),
+)  # fmt: skip
+
+PLANS = {
+    "full": RunPlan(),
+    "continued": RunPlan(
+        transformer=TransformerTraining(
+            stages=(
+                Stage(frames=64, batch=24, share=0.34),
+                Stage(frames=128, batch=12, share=0.20),
+                Stage(frames=256, batch=6, share=0.14),
+                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.3),
+            ),
+            flat_share=0.3,
+        )
+    ),
+    "smoke": RunPlan(
+        episodes=120,
+        first_episodes=20,
+        unseen_episodes=14,
+        autoencoder_share=0.2,
+        finish_minutes=0.35,
+        save_every_minutes=100.0,
+        transformer=TransformerTraining(
+            stages=(
+                Stage(frames=64, batch=24, share=0.2),
+                Stage(frames=128, batch=12, share=0.2),
+                Stage(frames=256, batch=6, share=0.3),
+                Stage(frames=128, batch=10, share=0.3, own=0.7, adversarial=0.3),
+            ),
+            log_every=10,
+        ),
+        final=EvaluationConfig(rollout_frames=128, episodes=8, steps=2),
+    ),
+    "quick": RunPlan(
+        world=QUICK_WORLD,
+        episodes=6,
+        length=64,
+        first_episodes=2,
+        unseen_episodes=2,
+        unseen_length=48,
+        autoencoder_share=0.2,
+        finish_minutes=0.2,
+        save_every_minutes=0.5,
+        autoencoder=AutoencoderTraining(batch=16, warmup_steps=10, log_every=20),
+        transformer=TransformerTraining(
+            stages=(
+                Stage(frames=8, batch=4, share=0.4),
+                Stage(frames=16, batch=2, share=0.2),
+                Stage(frames=32, batch=1, share=0.1),
+                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.3),
+            ),
+            short_windows=(1, 2),
+            context_chunks=2,
+            critic_warmup=2,
+            log_every=10,
+        ),
+        check=EvaluationConfig(context_chunks=2, rollout_frames=8, episodes=2, steps=2),
+        final=EvaluationConfig(
+            context_chunks=2, rollout_frames=16, episodes=2, steps=2, memory_frames=16, window=2
+        ),
+    ),
+}
+"""`continued` goes on from weights, `smoke` runs every stage of it for seconds on a GPU, `quick`
+trains a toy on a CPU."""
+
+
+def add_switches(parser: argparse.ArgumentParser) -> None:
+    """One switch per ingredient, so that a short run can say what each is worth."""
+    group = parser.add_argument_group("ingredients")
+    group.add_argument("--ae-share", type=float, help="of the minutes, for the autoencoder")
+    group.add_argument("--ae-lr", type=float, help="peak rate of the autoencoder")
+    group.add_argument("--muon-lr", type=float, help="peak rate of the blocks' matrices")
+    group.add_argument("--no-pose", action="store_true", help="the keys alone, no reckoned pose")
+    group.add_argument("--own", type=float, help="share of clips with own history; 0 is never")
+    group.add_argument("--adversarial", type=float, help="weight of the critic; 0 is none")
+    group.add_argument("--context-noise", type=float, help="noise on the history, at most")
+    group.add_argument("--short-chance", type=float, help="share of steps with a short window")
+    group.add_argument("--frames", type=int, help="no stage with clips longer than this")
+
+
+def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
+    """The plan as the switches change it. UserError for a value that makes no sense."""
+    for name in ("ae_share", "own", "adversarial", "context_noise", "short_chance"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 0 to 1, got {value}")
+    training = plan.transformer
+    for name in ("muon_lr", "context_noise", "short_chance"):
+        if getattr(args, name) is not None:
+            training = replace(training, **{name: getattr(args, name)})
+    stages = [
+        stage for stage in training.stages if args.frames is None or stage.frames <= args.frames
+    ]
+    if not stages:
+        raise UserError(
+            f"--frames {args.frames} leaves no stage; the shortest has "
+            f"{min(s.frames for s in training.stages)} frames"
+        )
+    changed = []
+    for stage in stages:
+        own = stage.own if args.own is None or stage.own == 0 else args.own
+        critic = args.adversarial if args.adversarial is not None else stage.adversarial
+        changed.append(replace(stage, own=own, adversarial=critic if own > 0 else 0.0))
+    training = replace(training, stages=tuple(changed), pose=not args.no_pose)
+    autoencoder = plan.autoencoder
+    if args.ae_lr is not None:
+        autoencoder = replace(autoencoder, lr=args.ae_lr)
+    share = plan.autoencoder_share if args.ae_share is None else args.ae_share
+    world = plan.world
+    if args.no_pose:
+        world = replace(world, transformer=replace(world.transformer, pose=False))
+    longest = max(stage.frames for stage in changed)
+    return replace(
+        plan, transformer=training, autoencoder=autoencoder, autoencoder_share=share,
+        world=replace(world, train_frames=max(longest, 2 * world.context_frames)),
+    )  # fmt: skip
