@@ -77,7 +77,7 @@ def decode_affine_kernel(
     valid = rows < stop
     scale, zero = affine_scales(
         scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
-        n_chunks, D, GROUP,
+        n_chunks, D, GROUP, True,
     )  # fmt: skip
     levels = code_levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
     values = levels * scale[:, :, None]

@@ -143,39 +143,77 @@ def assign_kernel(
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def update_kernel(
-    x_ptr, x_stride_h, x_stride_n, ids_ptr, centroids_ptr, out_ptr,
+    x_ptr, x_stride_h, x_stride_n, ids_ptr, centroids_ptr, out_ptr, sums_ptr, counts_ptr,
     n_tokens,  # runtime: loop bound and masks
     K,  # runtime: only in masks and addresses
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Mean of each cluster's tokens; an empty cluster keeps its centroid.
+    """Sums of each cluster's tokens, or with one split their means.
 
-    Grid (ceil(K / BLOCK_K), heads): each program walks all tokens of its head in order and adds
-    one_hot(ids) @ x on the tensor cores. One owner per centroid, no atomics, no sort: the same
-    bits every time. One-hot rows are exact in BF16, so only the float32 sums round.
+    Grid (SPLITS * ceil(K / BLOCK_K), heads): each program walks its part of a head's tokens in
+    order and adds one_hot(ids) @ x on the tensor cores; the members are counted by one more dot,
+    with ones. One owner per centroid and split, no atomics, no sort: the same bits every time.
+    One-hot rows are exact in BF16, so only the float32 sums round.
     """
     head = tl.program_id(1).to(tl.int64)
-    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
     offs_d = tl.arange(0, D)
     sums = tl.zeros((BLOCK_K, D), tl.float32)
-    counts = tl.zeros((BLOCK_K,), tl.int32)
+    members = tl.zeros((BLOCK_K, 16), tl.float32)
+    ones = tl.full((BLOCK_N, 16), 1.0, tl.float32).to(DOT_DTYPE)
     x_base = x_ptr + head * x_stride_h + offs_d[None, :]
     ids_base = ids_ptr + head * n_tokens
-    for start in range(0, n_tokens, BLOCK_N):
+    part = (n_tokens + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
+    for start in range(split * part, tl.minimum(n_tokens, (split + 1) * part), BLOCK_N):
         rows = start + tl.arange(0, BLOCK_N)
         valid = rows < n_tokens
         ids = tl.load(ids_base + rows, mask=valid, other=0).to(tl.int32)
+        ids = tl.where(valid, ids, -1)
         x_ptrs = x_base + rows.to(tl.int64)[:, None] * x_stride_n
         x = as_operand(tl.load(x_ptrs, mask=valid[:, None], other=0.0), DOT_DTYPE)
-        member = (ids[None, :] == offs_k[:, None]) & valid[None, :]
-        sums = tl.dot(member.to(tl.float32).to(DOT_DTYPE), x, sums, input_precision="ieee")
-        counts += tl.sum(member.to(tl.int32), axis=1)
+        member = (ids[None, :] == offs_k[:, None]).to(tl.float32).to(DOT_DTYPE)
+        sums = tl.dot(member, x, sums, input_precision="ieee")
+        members = tl.dot(member, ones, members, input_precision="ieee")
+    counts = tl.max(members, axis=1)
     valid_k = offs_k < K
-    place = head * K * D + offs_k[:, None] * D + offs_d[None, :]
-    old = tl.load(centroids_ptr + place, mask=valid_k[:, None], other=0.0).to(tl.float32)
-    mean = tl.div_rn(sums, tl.maximum(counts, 1).to(tl.float32)[:, None])
+    place = offs_k[:, None] * D + offs_d[None, :]
+    if SPLITS == 1:
+        old_ptrs = centroids_ptr + head * K * D + place
+        old = tl.load(old_ptrs, mask=valid_k[:, None], other=0.0).to(tl.float32)
+        mean = tl.div_rn(sums, tl.maximum(counts, 1.0)[:, None])
+        new = tl.where(counts[:, None] > 0, mean, old)
+        tl.store(out_ptr + head * K * D + place, new, mask=valid_k[:, None])
+    else:
+        at = head * SPLITS + split
+        tl.store(sums_ptr + at * K * D + place, sums, mask=valid_k[:, None])
+        tl.store(counts_ptr + at * K + offs_k, counts, mask=valid_k)
+
+
+@triton.jit
+def means_kernel(
+    sums_ptr, counts_ptr, centroids_ptr, out_ptr,
+    K,  # runtime: only in masks and addresses
+    D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Means of the clusters from the splits' sums, in their order; an empty cluster keeps its
+    centroid. Grid (ceil(K / BLOCK_K), heads)."""
+    head = tl.program_id(1).to(tl.int64)
+    offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    valid_k = offs_k < K
+    place = offs_k[:, None] * D + tl.arange(0, D)[None, :]
+    sums = tl.zeros((BLOCK_K, D), tl.float32)
+    counts = tl.zeros((BLOCK_K,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = head * SPLITS + split
+        sums += tl.load(sums_ptr + at * K * D + place, mask=valid_k[:, None], other=0.0)
+        counts += tl.load(counts_ptr + at * K + offs_k, mask=valid_k, other=0.0)
+    old_ptrs = centroids_ptr + head * K * D + place
+    old = tl.load(old_ptrs, mask=valid_k[:, None], other=0.0).to(tl.float32)
+    mean = tl.div_rn(sums, tl.maximum(counts, 1.0)[:, None])
     new = tl.where(counts[:, None] > 0, mean, old)
-    tl.store(out_ptr + place, new, mask=valid_k[:, None])
+    tl.store(out_ptr + head * K * D + place, new, mask=valid_k[:, None])
 
 
 def _prepare(
@@ -270,12 +308,26 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
     checks.together(x, ids, centroids)
     count = centroids.shape[1]
     row = tuning.UPDATE[dim]
+    splits = tuning.UPDATE_SPLITS if tokens >= tuning.UPDATE_SPLIT_TOKENS else 1
     out = torch.empty((heads, count, dim), dtype=torch.float32, device=x.device)
-    args = (x, x.stride(0), x.stride(1), ids, centroids, out, tokens, count)
+    sums = counts = None
+    if splits > 1:
+        sums = torch.empty((heads, splits, count, dim), dtype=torch.float32, device=x.device)
+        counts = torch.empty((heads, splits, count), dtype=torch.float32, device=x.device)
+    args = (x, x.stride(0), x.stride(1), ids, centroids, out, sums, counts, tokens, count)
     constants = {
-        "D": dim, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
+        "D": dim, "SPLITS": splits, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
         "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    launch(update_kernel, (triton.cdiv(count, row.block_k), heads), args, constants)
+    grid = (splits * triton.cdiv(count, row.block_k), heads)
+    launch(update_kernel, grid, args, constants)
+    if splits > 1:
+        row = tuning.MEANS[dim]
+        constants = {
+            "D": dim, "SPLITS": splits, "BLOCK_K": row.block_k, "num_warps": row.num_warps,
+            "num_stages": row.num_stages, "enable_fp_fusion": False,
+        }  # fmt: skip
+        args = (sums, counts, centroids, out, count)
+        launch(means_kernel, (triton.cdiv(count, row.block_k), heads), args, constants)
     return out

@@ -130,15 +130,20 @@ def ternary_scales(scales_ptr, head, rows, valid, n_tokens, D: tl.constexpr, GRO
 @triton.jit
 def affine_scales(
     scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens, n_chunks,
-    D: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scale and zero of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16]."""
+    """Scale and zero of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16].
+
+    EXACT: the division by 255 is correctly rounded, as the reference's; it is a call otherwise
+    saved.
+    """
     groups: tl.constexpr = D // GROUP
     chunk = tl.zeros_like(rows)
-    for c in range(0, n_chunks):
+    for c in range(0, n_chunks - 1):  # the last stop lies behind every row
         chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(rows.dtype)
     secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
-    step = tl.div_rn(secondary.to(tl.float32), 255.0)
+    step = secondary.to(tl.float32)
+    step = tl.div_rn(step, 255.0) if EXACT else step * (1.0 / 255.0)
     of_word = tl.arange(0, D // 16) * 16 // GROUP
     flat = rows[:, None] * groups + of_word[None, :]
     codes = tl.load(scales_ptr + head * n_tokens * groups + flat, mask=valid[:, None], other=0)

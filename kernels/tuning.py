@@ -44,8 +44,17 @@ ASSIGN_RANGE = {
 }
 UPDATE = {
     64: Launch(64, 64, 4, 3, COMPILED),
-    128: Launch(128, 64, 4, 3, TIMED + "0.119 ms, second 0.128"),
+    128: Launch(64, 128, 8, 3, COMPILED),
     256: Launch(64, 64, 8, 2, COMPILED),
+}
+UPDATE_SPLITS = 4
+"""Parts that a head's tokens are summed in, so that 40 heads of 256 centroids make 320 programs."""
+UPDATE_SPLIT_TOKENS = 2048
+"""From here on they are split: below, one launch less is worth more."""
+MEANS = {
+    64: Launch(0, 16, 4, 1, COMPILED),
+    128: Launch(0, 8, 4, 1, COMPILED),
+    256: Launch(0, 8, 4, 1, COMPILED),
 }
 ENCODE = {
     64: Launch(64, 0, 4, 1, COMPILED),
