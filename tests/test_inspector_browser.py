@@ -14,7 +14,7 @@ from test_inspector_clips import random_frames, write_video
 
 pytestmark = pytest.mark.browser
 
-SHOWN = """() => [...document.querySelectorAll('.pane canvas')].map((canvas) => {
+SHOWN = """() => [...document.querySelectorAll('.panes canvas')].map((canvas) => {
   const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
   return { width: canvas.width, height: canvas.height, data: [...data.data] };
 })"""
@@ -115,7 +115,7 @@ def test_blinking_is_off_until_asked_and_slow(live) -> None:
     page, frame = live
     frame.focus(".panes")
     page.keyboard.press("3")
-    label = ".pane small"
+    label = ".panes small"
     first = frame.inner_text(label)
     time.sleep(0.8)
     assert frame.inner_text(label) == first
@@ -132,7 +132,7 @@ def test_blinking_is_off_until_asked_and_slow(live) -> None:
 def test_pixels_zoom_and_slices_by_pointer(live) -> None:
     page, frame = live
     wait_frame(frame, 0)
-    canvas = frame.locator(".pane canvas").nth(1)
+    canvas = frame.locator(".panes canvas").nth(1)
     canvas.hover(position={"x": 40, "y": 40})
     until(lambda: "R " in frame.inner_text('[data-out="loupe"]'), "values under the pointer")
     place = frame.inner_text('[data-out="at"]')
@@ -157,7 +157,7 @@ def test_pixels_zoom_and_slices_by_pointer(live) -> None:
 def test_a_patch_without_a_model_is_refused_in_words(live) -> None:
     _, frame = live
     frame.click('label:has(input[value="patch"])')
-    frame.locator(".pane canvas").first.click(position={"x": 20, "y": 20})
+    frame.locator(".panes canvas").first.click(position={"x": 20, "y": 20})
     until(
         lambda: "does not show which tokens" in frame.inner_text('[data-out="tokens-text"]'),
         "the answer of an engine that cannot tell",

@@ -143,6 +143,16 @@ def test_an_unexpected_error_is_a_number_that_is_in_the_log(
     assert number in caplog.text and "ZeroDivisionError" in caplog.text
 
 
+def test_a_page_of_its_own_leaves_nothing_behind(visitor: Visitor) -> None:
+    fill(visitor.folder, ring_shape(LANES, (128, 96), 40.0, 4, "free"), 1)
+    assert visitor.post("open", source="live").json()["ok"]
+    driving = visitor.sessions.open("a driving page").token
+    for token in (visitor.token, driving, "nobody"):
+        visitor.client.post(f"/inspect/api/leave?session={token}")
+    assert visitor.sessions.alive(driving) and not visitor.sessions.alive(visitor.token)
+    assert not visitor.folder.exists()
+
+
 def test_only_the_pages_own_files_are_served(visitor: Visitor) -> None:
     assert "<title>QuantWM inspector" in visitor.client.get("/inspect").text
     assert visitor.client.get("/inspect/web/main.js").status_code == 200

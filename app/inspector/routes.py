@@ -41,12 +41,14 @@ class Inspector:
         self._sessions = sessions
         self._stores: dict[str, ClipStore] = {}
         self._curves = CurveJobs()
+        self._own: set[str] = set()
 
     def routes(self) -> list[Route]:
         return [
             Route("/inspect", self._page),
             Route("/inspect/web/{name}", self._file),
             Route("/inspect/api/offers", answered(self._offers)),
+            Route("/inspect/api/leave", answered(self._leave), methods=["POST"]),
             Route("/inspect/api/open", answered(self._open), methods=["POST"]),
             Route("/inspect/api/upload", answered(self._upload), methods=["POST"]),
             Route("/inspect/api/sheet", answered(self._sheet)),
@@ -73,13 +75,23 @@ class Inspector:
     async def _offers(self, request: Request) -> Response:
         """What can be opened. A page of its own, which no driving page opened, gets a session."""
         token = request.query_params.get("session")
-        if not token:
-            token = self._sessions.open(f"inspector-{secrets.token_hex(8)}").token
-            live = False
+        live = bool(token)
+        if token:
+            self._session(token)
         else:
-            live = self._session(token).token == token
+            token = self._sessions.open(f"inspector-{secrets.token_hex(8)}").token
+            self._own.add(token)
         offered = list(demo.demos().items())
         return JSONResponse({"ok": True, "session": token, "live": live, "demos": offered})
+
+    async def _leave(self, request: Request) -> Response:
+        """A page of its own was closed; a driving page's session is not the inspector's to end."""
+        token = request.query_params.get("session", "")
+        if token in self._own:
+            self._own.discard(token)
+            self._sessions.close(token)
+            self.forget()
+        return JSONResponse({"ok": True})
 
     async def _open(self, request: Request) -> Response:
         """A clip of the live run, or of a session that ships with the project."""

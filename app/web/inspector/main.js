@@ -301,4 +301,7 @@ async function begin() {
   }
   if (asked.get("open")) open(server.post("open", { source: asked.get("open") }));
 }
+addEventListener("pagehide", () => {
+  if (!asked.get("session") && server.session) navigator.sendBeacon(server.address("leave"));
+});
 begin();
