@@ -11,10 +11,12 @@ from quantwm.errors import UserError
 
 REGISTRY = {
     "codec": ("codec", "encode and decode of one layer, beside QVG's public code"),
+    "cache": ("cache", "every method's encode and decode; syncs and compilations of a long run"),
     "attention": ("attention", "a chunk's queries over a long packed history, staged and fused"),
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
+    "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),
     "tune": ("tune", "device time of the launch rows worth trying"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }

@@ -66,6 +66,27 @@ def test_a_loaded_cache_goes_on_bit_for_bit(
         assert _same(cache, loaded)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"book_bits": 40.0, "refit_after": 6, "refit_above": 0.5},
+        {"book_bits": 1.0, "centroid_bits": 8, "compact_statistics": True},
+        {"full_moment": True, "psac": False},
+    ],
+)
+def test_what_outlives_spans_is_saved(more: dict[str, object], tmp_path: Path) -> None:
+    policy = CachePolicy(span_tokens=12, recent_chunks=1)
+    cache = make_cache("quantwm", policy, settings={**SETTINGS["quantwm"], **more})
+    for _ in range(6):
+        run_chunk(cache)
+    cache.save(tmp_path / "a.safetensors")
+    loaded = _load(tmp_path / "a.safetensors", cache)
+    for _ in range(6):
+        run_chunk(cache)
+        run_chunk(loaded)
+        assert _same(cache, loaded)
+
+
 def test_every_format_can_be_saved() -> None:
     assert set(SPANS) == set(FORMATS)
 
