@@ -35,6 +35,13 @@ def require(condition: object, message: str) -> None:
         raise Disagreement(message)
 
 
+def relative_error(mine: Tensor, wanted: Tensor) -> float:
+    """Frobenius norm of the difference over that of what is wanted, head by head in float64."""
+    pairs = list(zip(mine, wanted, strict=True))
+    off = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    return (off / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs of one comparison, all on one device.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.agreement import Case, make_case, require
+from benchmarks.agreement import Case, make_case, relative_error, require
 from kernels import fused
 from kernels.format import Side
 from quantwm.cache import reference
@@ -17,11 +17,6 @@ FLOAT32_ERROR, BF16_ERROR, INT8_ERROR = 1e-5, 1e-2, 3e-2
 
 Encoded = tuple[Side, Tensor]
 """A side, and what it decodes to: float32 [H, N, D]."""
-
-
-def relative_error(mine: Tensor, wanted: Tensor) -> float:
-    wanted = wanted.double()
-    return float((mine.double() - wanted).norm() / wanted.norm())
 
 
 def ternary_side(case: Case) -> Encoded:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.agreement_fused import relative_error
+from benchmarks.agreement import relative_error
 from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import Timing, device_named, hardware, measure
 from kernels.format import Side

@@ -12,11 +12,15 @@ import torch
 
 from benchmarks.agreement import make_case
 from benchmarks.timing import copy_ceiling, device_named, hardware, measure
+from kernels import fused
+from kernels.format import Side
 from quantwm.cache.dispatch import Ops, ops_for
 
-Axes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Tokens a program, centroids a tile, warps, pipeline stages."""
+Axes = tuple[tuple[int, ...], ...]
+"""Tokens a program, centroids a tile (attention: queries), warps, pipeline stages and, in
+attention, the most registers a thread may have (0: any)."""
 
+KEYS = ("block_n", "block_k", "num_warps", "num_stages", "registers")
 SEARCH: dict[str, Axes] = {
     "ASSIGN": ((64, 128), (64, 128, 256), (4, 8), (2, 3)),
     "ASSIGN_RANGE": ((32, 64), (32, 64, 128), (4, 8), (1, 2)),
@@ -25,18 +29,29 @@ SEARCH: dict[str, Axes] = {
     "ENCODE_PSAC": ((16, 32, 64, 128), (0,), (4, 8), (1,)),
     "DECODE": ((8, 16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
     "DECODE_PSAC": ((16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
+    "FLASH": ((64, 128), (128,), (8,), (2, 3), (0, 128)),
+    "FLASH_PACKED": ((32, 64, 128), (128, 256), (8, 16), (1, 2), (0, 128)),
+    "FLASH_INT8": ((64, 128), (128,), (8,), (2, 3), (0, 128)),
 }
-FASTEST: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+FASTEST: dict[str, tuple[tuple[int, ...], ...]] = {
     "ASSIGN": ((128, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3)),
     "ASSIGN_RANGE": ((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 2), (64, 128, 4, 1)),
-    "UPDATE": ((128, 64, 4, 3), (128, 32, 4, 3), (128, 64, 4, 2), (64, 64, 8, 3)),
+    "UPDATE": ((64, 128, 8, 3), (128, 128, 8, 2), (64, 128, 4, 3), (128, 64, 4, 3),
+               (64, 256, 8, 3)),
     "ENCODE": ((32, 0, 2, 1), (64, 0, 4, 1), (16, 0, 2, 1), (32, 0, 4, 1)),
     "ENCODE_PSAC": ((32, 0, 4, 1), (16, 0, 4, 1), (64, 0, 4, 1), (128, 0, 8, 1)),
-    "DECODE": ((8, 0, 4, 1), (16, 0, 8, 1), (8, 0, 2, 1), (64, 0, 4, 1)),
-    "DECODE_PSAC": ((64, 0, 4, 1), (32, 0, 2, 1), (16, 0, 2, 1), (64, 0, 2, 1)),
-}
-"""The four fastest rows of each at head dim 128, of all of SEARCH on an H200 that a training shared
-(2026-11-29); what is swept without --all."""
+    "DECODE": ((8, 0, 4, 1), (16, 0, 4, 1), (16, 0, 8, 1), (32, 0, 4, 1), (8, 0, 2, 1),
+               (16, 0, 2, 1), (64, 0, 4, 1), (64, 0, 8, 1)),
+    "DECODE_PSAC": ((64, 0, 4, 1), (32, 0, 2, 1), (32, 0, 4, 1), (128, 0, 8, 1), (64, 0, 2, 1),
+                    (64, 0, 8, 1)),
+    "FLASH": ((128, 128, 8, 2, 0), (64, 128, 8, 3, 0), (64, 128, 8, 2, 128), (128, 128, 8, 3, 0)),
+    "FLASH_PACKED": ((64, 128, 8, 2, 0), (64, 128, 8, 1, 0), (128, 128, 8, 2, 0),
+                     (32, 128, 8, 2, 128), (64, 256, 16, 2, 0), (64, 64, 4, 2, 0)),
+    "FLASH_INT8": ((128, 128, 8, 3, 0), (128, 128, 8, 2, 0), (64, 128, 8, 3, 0),
+                   (64, 128, 8, 2, 128)),
+}  # fmt: skip
+"""Rows at head dim 128 that were among the fastest of SEARCH, or that a count of instructions
+makes likely to be; what is swept without --all."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +102,14 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
     def decode_affine() -> None:
         ops.prepare_quantwm(*quantwm, group, *correction)(out, 0, 0, tokens)
 
+    def fused_corrected() -> None:
+        side = Side("affine", None, *quantwm, *correction)
+        fused.fused(x, [(side, Side("affine", None, *quantwm), 0, tokens)], 0.01)
+
     return {
+        "FLASH": lambda: fused.fused(x, [(Side("plain", x), Side("plain", x), 0, tokens)], 0.01),
+        "FLASH_PACKED": fused_corrected,
+        "FLASH_INT8": lambda: fused.attend_int8(x, x, x, 0.01),
         "ASSIGN": lambda: ops.assign(x, means),
         "ASSIGN_RANGE": lambda: ops.assign_qsac(x, centroids, case.weights, group, 4),
         "UPDATE": lambda: ops.update(x, ids, means),
@@ -105,11 +127,12 @@ def _sweep(
 ) -> list[dict[str, Any]]:
     rows = []
     tried = itertools.product(*SEARCH[name]) if options.all else FASTEST[name]
-    for block_n, block_k, warps, stages in tried:
+    for values in tried:
         row: dict[str, Any] = {
-            "table": name, "block_n": block_n, "block_k": block_k, "num_warps": warps,
-            "num_stages": stages,
-        }  # fmt: skip
+            "table": name,
+            "registers": 0,
+            **dict(zip(KEYS, values, strict=False)),
+        }
         with _trying(name, options.head_dim, row):
             try:
                 timing = measure(launch, device, options.repeats)
@@ -128,12 +151,10 @@ def _trying(name: str, head_dim: int, row: dict[str, Any]) -> Iterator[None]:
     table = getattr(tuning, name)
     shipped = table[head_dim]
     table[head_dim] = tuning.Launch(
-        row["block_n"], row["block_k"], row["num_warps"], row["num_stages"], "being tried"
-    )
-    row["shipped"] = all(
-        getattr(shipped, key) == row[key]
-        for key in ("block_n", "block_k", "num_warps", "num_stages")
-    )
+        row["block_n"], row["block_k"], row["num_warps"], row["num_stages"], "being tried",
+        row["registers"],
+    )  # fmt: skip
+    row["shipped"] = all(getattr(shipped, key) == row[key] for key in KEYS)
     try:
         yield
     finally:
@@ -145,7 +166,7 @@ def _lines(swept: list[dict[str, Any]]) -> list[str]:
     lines = []
     for place, row in enumerate(swept):
         if place < 6 or row["shipped"]:
-            tried = [row[k] for k in ("block_n", "block_k", "num_warps", "num_stages")]
+            tried = [row[key] for key in KEYS]
             lines.append(
                 f"{row['table']:13} {tried!s:18} {row.get('ms', row.get('refused'))!s:>10} ms"
                 f"{'  <- shipped' if row['shipped'] else ''}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import agreement, codec, frames
+from benchmarks import agreement, cache, codec, frames
 from benchmarks.guards import guarded_allocations
 from benchmarks.stopwatch import Stopwatch
 
@@ -89,3 +89,35 @@ def test_guards_see_a_write_out_of_bounds_and_poison_what_is_unwritten() -> None
         assert torch.empty(3).isnan().all()
         assert torch.empty(2, 5, dtype=torch.float16)[:, 1:].isnan().all()
     assert torch.empty(3, dtype=torch.uint8).shape == (3,)
+
+
+def test_attention_compares_with_bf16(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    words = "attention --device cpu --heads 2 --queries 80 --cached 200 --head-dim 64 --repeats 1"
+    status, lines = run_program(monkeypatch, capsys, *words.split())
+    result = json.loads(lines[-1])
+    (history,) = result["histories"]
+    assert status == 0
+    assert [(r["method"], r["how"]) for r in history["rows"]] == [
+        ("bf16", "PyTorch"), ("qvg", "staged"), ("qvg", "decode alone"), ("quantwm", "staged"),
+        ("quantwm", "decode alone"),
+    ]  # fmt: skip
+    staged = history["rows"][1]
+    assert staged["heads_in_turns_give_the_same_bits"]
+    assert staged["scratch_bytes"] == 2 * 2 * (200 + 80) * 64 * 2
+    assert staged["of_best"] == pytest.approx(staged["median"] / history["bf16_best_ms"], abs=1e-3)
+
+
+def test_cache_times_every_method_and_counts_in_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cache, "copy_ceiling", lambda device: {"copy_gb_s": 10.0})
+    words = (
+        "cache --device cpu --heads 1 --tokens 70 --head-dim 64 --centroids 8 --repeats 1 "
+        "--chunks 1 --methods bf16,kivi,qvg,qtc"
+    )
+    status, lines = run_program(monkeypatch, capsys, *words.split())
+    result = json.loads(lines[-1])
+    assert status == 0
+    assert {row["method"] for row in result["rows"]} == {"bf16", "kivi", "qvg"}
+    assert [life["method"] for life in result["runs"]] == ["bf16", "kivi", "qvg", "qtc"]
+    assert all(life["compiled_after_warm_up"] == 0 for life in result["runs"])
