@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.stopwatch import Target, split_time
 from benchmarks.timing import device_named, hardware
-from quantwm.cache import FORMATS, KVCache, kv_cache
+from quantwm.cache import FORMATS, KVCache
+from quantwm.cache import attention as attending
 from quantwm.engine import Engine
 from quantwm.lanes import lanes_for
 from quantwm.worlds.base import ChunkAction, World
@@ -127,7 +128,7 @@ def _split(engine: Engine, action: ChunkAction, world: World, chunks: int) -> di
     targets: list[Target] = [(kind, "decode_into", "decode history") for kind in kinds]
     targets += [(kind, name, "encode") for kind in kinds for name in ("fit", "encode")]
     targets += [
-        (kv_cache, "attention", "attention"),
+        (attending, "attention", "attention"),
         (KVCache, "finalize_chunk", "grow spans, statistics"),
         (type(world), "decode", "autoencoder"),
     ]
