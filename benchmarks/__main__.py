@@ -14,6 +14,7 @@ REGISTRY = {
     "cache": ("cache", "every method's encode and decode; syncs and compilations of a long run"),
     "attention": ("attention", "a chunk's queries over a long packed history, staged and fused"),
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
+    "chunk": ("chunk", "a whole chunk of LingBot's size, packed over BF16"),
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
     "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),

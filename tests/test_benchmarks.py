@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import agreement, cache, codec, frames
+from benchmarks import agreement, cache, chunk, codec, frames
 from benchmarks.guards import guarded_allocations
 from benchmarks.stopwatch import Stopwatch
+from quantwm.errors import UserError
 
 
 def run_program(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, list[str]]:
@@ -121,3 +122,18 @@ def test_cache_times_every_method_and_counts_in_a_run(
     assert {row["method"] for row in result["rows"]} == {"bf16", "kivi", "qvg"}
     assert [life["method"] for life in result["runs"]] == ["bf16", "kivi", "qvg", "qtc"]
     assert all(life["compiled_after_warm_up"] == 0 for life in result["runs"])
+
+
+def test_chunk_reads_each_lane_against_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(lane: str, whole: float, attention: float, encode: float) -> dict[str, Any]:
+        split = {"attention": attention, "cache: encode": encode, "transformer and the rest": 5.0}
+        return {"lanes": [lane], "ms_per_chunk": {lane: whole}, "split_ms": split}
+
+    rows = [row("bf16", 100.0, 40.0, 0.0), row("qvg", 103.0, 41.0, 2.0)]
+    monkeypatch.setattr(chunk.wan, "run", lambda options: {"benchmark": "wan", "rows": rows})
+    result = chunk.run(argparse.Namespace(lanes="bf16,qvg"))
+    assert result["benchmark"] == "chunk"
+    assert result["over_bf16"]["qvg"] == {"whole": 0.03, "attention_and_cache": 0.075}
+    assert result["parts_ms"]["qvg"]["rest"] == 60.0
+    with pytest.raises(UserError, match="--lanes needs bf16"):
+        chunk.run(argparse.Namespace(lanes="qvg"))
