@@ -16,20 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from quantwm.cache.formats import qtc_coder, qtc_gain
+from quantwm.cache.formats import qtc_gain
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
 from quantwm.cache.formats.qtc_basis import basis_bytes
 from quantwm.cache.formats.qtc_learner import Coding, QtcLearner, SlotGuide
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
 from quantwm.cache.formats.qtc_planes import BLOCK
 from quantwm.cache.formats.qtc_span import QtcSpan
-from quantwm.cache.formats.qtc_statistics import (
-    SlotStatistics,
-    moment_bytes,
-    robust_mean,
-    statistics_bytes,
-)
-from quantwm.cache.positions import rotate_, turns
+from quantwm.cache.formats.qtc_statistics import SlotStatistics, moment_bytes, statistics_bytes
+from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
 
@@ -160,29 +155,25 @@ class QtcFormat:
         if not isinstance(known, SlotGuide):
             known = SlotGuide.unknown(tokens, x.device)
         basis = known.keys if role == "keys" else known.values
-        rope = known.rope if role == "keys" else None
         metric = known.metric(head_dim) if role == "keys" else None
-        x = x.to(torch.float32, copy=True)
-        if rope is not None and not rope.baked:
-            rope = None
-        if rope is not None:
-            turn = turns(rope, known.positions, 0, tokens, x.device)
-            rotate_(x, turn, inverse=True)
-        about = x.new_zeros(heads, head_dim) if basis is None else basis.mean.float()
-        mean_codes, mean_scales = qtc_gain.mean_codes(robust_mean(x)[0].squeeze(1), about)
-        x -= qtc_gain.decoded_means(mean_codes, mean_scales, about)
-        if basis is None:
-            codes, gains = qtc_coder.encode_plain(x, metric)
-        else:
-            codes, gains = qtc_coder.encode_in_basis(x, basis, metric)
+        positions = known.positions
+        tokens_in = Tokens.of(x, known.rope if role == "keys" else None, positions)
+        about = torch.zeros(heads, head_dim, device=x.device)
+        if basis is not None:
+            about = basis.mean.float()
+        mean_codes, mean_scales = qtc_gain.mean_codes(tokens_in.centre()[0], about)
+        mean = qtc_gain.decoded_means(mean_codes, mean_scales, about).squeeze(1)
+        codes, gains = tokens_in.encoded(mean, basis, metric)
+        rope = tokens_in.rope
         return QtcSpan(
             codes=codes,
             gains=gains,
             mean_codes=mean_codes,
             mean_scales=mean_scales,
-            chunk_stops=torch.tensor([tokens], dtype=torch.int32, device=x.device),
+            # Filled on the device: a copy from the host would wait for all that is queued.
+            chunk_stops=torch.full((1,), tokens, dtype=torch.int32, device=x.device),
             chunk_tokens=(tokens,),
-            positions=None if rope is None else known.positions,
+            positions=None if rope is None else positions,
             rope=rope,
             basis=basis,
             asked_at=known.asked_at,
@@ -198,7 +189,12 @@ class QtcFormat:
         return list(spans)
 
     def decode_into(self, span: QtcSpan, out: Tensor, offset: int, start: int, stop: int) -> None:
-        span.decode_into(out, offset, start, stop)
+        span.decode(out, offset, start, stop)
+
+    def decode_heads_into(
+        self, span: QtcSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        span.decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: QtcSpan) -> int:
         return span.tokens

@@ -43,6 +43,10 @@ class Basis:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.rows, self.row_scales, self.mean, self.widths)
 
+    def heads(self, which: slice) -> Basis:
+        """Of some heads."""
+        return Basis(*(t[which] for t in self.tensors()), self.host_widths[which])
+
     def matrix(self) -> Tensor:
         """Synthesis as it is read, float32 [H, u, D]."""
         return self.rows.float() * self.row_scales.float().unsqueeze(-1)
@@ -89,7 +93,7 @@ def fit_basis(
     divisor = row_scales.double().clamp(min=torch.finfo(torch.bfloat16).tiny).unsqueeze(-1)
     coded = torch.round(scaled / divisor).clamp(-127, 127).to(torch.int8)
     basis = Basis(
-        rows=coded,
+        rows=coded.contiguous(),
         row_scales=row_scales,
         mean=mean.to(torch.bfloat16),
         widths=torch.tensor(widths, dtype=torch.uint8, device=cov.device),
@@ -143,6 +147,13 @@ def _promised(variances: Tensor, widths: Widths) -> Tensor:
     return (variances[: len(left)] * left).sum() + variances[len(left) :].sum()
 
 
+def channel_costs(basis: Basis, metric: Tensor | None) -> Tensor:
+    """Cost of a unit error in each channel, float32 [H, u]."""
+    rows = basis.matrix()
+    weighted = rows if metric is None else torch.bmm(rows, metric.float())
+    return (weighted * rows).sum(-1)
+
+
 def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
     """Projection on the rows as they are stored, float32 [H, D, u].
 
@@ -156,6 +167,6 @@ def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-60).rsqrt()
     normal = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     eye = torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
-    factor = torch.linalg.cholesky(normal + 1e-9 * eye)
+    factor = torch.linalg.cholesky_ex(normal + 1e-9 * eye).L
     solved = torch.cholesky_solve((weighted * scale.unsqueeze(-2)).transpose(-1, -2), factor)
     return (solved * scale.unsqueeze(-1)).transpose(-1, -2).float().contiguous()

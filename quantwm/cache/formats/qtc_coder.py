@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.formats import qtc_fallback, qtc_gain, qtc_levels, qtc_planes
-from quantwm.cache.formats.qtc_basis import Basis, analysis
+from quantwm.cache.formats.qtc_basis import Basis, analysis, channel_costs
 from quantwm.cache.formats.qtc_planes import BLOCK, Widths
 
 
@@ -17,9 +17,7 @@ def encode_in_basis(x: Tensor, basis: Basis, metric: Tensor | None) -> tuple[Ten
     step beside it where that costs less (10 % of the logit error on recorded keys).
     """
     coordinates = torch.bmm(x, analysis(basis, metric))
-    rows = basis.matrix()
-    weighted = rows if metric is None else torch.bmm(rows, metric.float())
-    costs = (weighted * rows).sum(-1)
+    costs = channel_costs(basis, metric)
     found = [
         _encode_head(z, widths, cost)
         for z, widths, cost in zip(coordinates, basis.host_widths, costs, strict=True)
@@ -29,7 +27,7 @@ def encode_in_basis(x: Tensor, basis: Basis, metric: Tensor | None) -> tuple[Ten
 
 def _encode_head(z: Tensor, widths: Widths, costs: Tensor) -> tuple[Tensor, Tensor]:
     """z: float32 [N, u]; costs: float32 [u], of a unit error in each channel."""
-    coded = BLOCK * qtc_planes.blocks_in_plane(widths, 0)
+    coded = BLOCK * qtc_planes.coded_blocks(widths)
     z, costs = z[:, :coded], costs[:coded]
     centre = qtc_gain.gain_codes(z.square().mean(-1).sqrt())
     steps = torch.tensor([[0], [-1], [1]], dtype=torch.int32, device=z.device)

@@ -142,3 +142,48 @@ def quantize(x: Tensor, bits: int) -> Tensor:
     for edge in edges[1:]:
         codes += x > edge
     return codes
+
+
+CELLS = 64
+"""Cells of 1/16 along the positive half line; borders of 6 bits are .067 apart, one in a cell."""
+
+
+@lru_cache(maxsize=8)
+def cell_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The quantizer as look-ups, for the kernel: by width 0 .. 6 and cell of the magnitude.
+
+    Borders below the cell, uint8 [7, CELLS], and the one in it, float32 [7, CELLS] (infinity where
+    there is none).
+    """
+    edge = torch.arange(CELLS + 1) / 16.0
+    counts = torch.zeros(MAX_WIDTH + 1, CELLS, dtype=torch.uint8)
+    inside = torch.full((MAX_WIDTH + 1, CELLS), math.inf)
+    for bits in range(1, MAX_WIDTH + 1):
+        positive = borders(bits, torch.device("cpu"))[2 ** (bits - 1) :]
+        below = (positive[None, :] < edge[:, None]).sum(1)
+        counts[bits] = below[:-1].to(torch.uint8)
+        cells = torch.bucketize(positive, edge, right=True) - 1
+        inside[bits, cells] = positive
+    return counts.to(device), inside.to(device)
+
+
+@lru_cache(maxsize=8)
+def pair_levels(device: torch.device) -> Tensor:
+    """Levels of two codes at once, for the kernel: two BF16, the first in the lower half.
+
+    int32 [5461]; pairs of w-bit codes begin at (4**w - 1) / 3. A pair's code has digit 0 of both
+    codes in its lowest 4 bits, then digit 1, digit 2, the odd bits, as they lie in the words of
+    qtc_planes.py.
+    """
+    levels, parts = table(torch.device("cpu")), []
+    for width in range(MAX_WIDTH + 1):
+        code = torch.arange(4**width)
+        both = torch.zeros(2, 4**width, dtype=torch.long)
+        for digit in range(width // 2):
+            field = (code >> 4 * digit) & 15
+            both += torch.stack((field & 3, field >> 2)) << 2 * digit
+        if width % 2:
+            field = code >> 4 * (width // 2)
+            both += torch.stack((field & 1, field >> 1)) << (width - 1)
+        parts.append(levels[2**width + both].t())
+    return torch.cat(parts).to(torch.bfloat16).contiguous().view(torch.int32).flatten().to(device)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from quantwm.cache.formats import qtc_coder, qtc_gain
+from quantwm.cache.dispatch import Decode, qtc_kernels
+from quantwm.cache.formats import qtc_coder, qtc_gain, qtc_levels
 from quantwm.cache.formats.qtc_basis import Basis
+from quantwm.cache.formats.qtc_tokens import gain_table, plain_basis, turning
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import RopeLayout
 
@@ -76,19 +79,27 @@ class QtcSpan:
             positions=self.positions and self.positions.select(keep),
         )
 
-    def unrotated(self, start: int, stop: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Tokens start..stop-1 without their rotation, float32 [H, stop - start, D].
+    def thinned(self, step: int) -> Tensor:
+        """Every step-th token of a span of one chunk without rotation, float32 [H, n, D]."""
+        codes, gains = self.codes[:, ::step].contiguous(), self.gains[:, ::step].contiguous()
+        span = replace(self, codes=codes, gains=gains, chunk_tokens=(gains.shape[1],), rope=None)
+        out = torch.empty(*gains.shape, self.mean_codes.shape[2], device=codes.device)
+        span.decode(out, 0, 0, gains.shape[1])
+        return out
+
+    def _unrotated(self, heads: slice, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Tokens start..stop-1 of some heads without rotation, float32 [heads, stop - start, D].
 
         dtype: of the product with the rows.
         """
         head_dim = self.mean_codes.shape[2]
-        codes, gains = self.codes[:, start:stop], self.gains[:, start:stop]
+        codes, gains = self.codes[heads, start:stop], self.gains[heads, start:stop]
         if self.basis is None:
             x = qtc_coder.decode_plain(codes, gains, head_dim)
         else:
-            x = qtc_coder.decode_in_basis(codes, gains, self.basis, dtype)
+            x = qtc_coder.decode_in_basis(codes, gains, self.basis.heads(heads), dtype)
         first = 0
-        means = self.means()
+        means = self.means()[heads]
         for chunk, tokens in enumerate(self.chunk_tokens):
             low, high = max(first, start), min(first + tokens, stop)
             if low < high:
@@ -103,9 +114,27 @@ class QtcSpan:
         about = zeros if self.basis is None else self.basis.mean
         return qtc_gain.decoded_means(self.mean_codes, self.mean_scales, about)
 
-    def decode_into(self, out: Tensor, offset: int, start: int, stop: int) -> None:
-        """Tokens start..stop-1 to out[:, offset : offset + stop - start], [H, capacity, D]."""
-        x = self.unrotated(start, stop, out.dtype)
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        kernels = qtc_kernels(self.codes.device, self.mean_codes.shape[2])
+        if kernels is None:
+            return self._decode_plainly
+        device, head_dim = self.codes.device, self.mean_codes.shape[2]
+        basis = self.basis
+        return kernels.decode.prepare_qtc(
+            self.codes,
+            self.gains,
+            plain_basis(head_dim, device) if basis is None else basis.tensors(),
+            (self.mean_codes, self.mean_scales, self.chunk_stops),
+            (qtc_levels.pair_levels(device), gain_table(device)),
+            turning(kernels, self.rope, self.positions, self.mean_codes),
+        )
+
+    def _decode_plainly(
+        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
+    ) -> None:
+        x = self._unrotated(slice(first_head, first_head + out.shape[0]), start, stop, out.dtype)
         if self.rope is not None and self.positions is not None:
             rotate_(x, turns(self.rope, self.positions, start, stop, x.device))
         out[:, offset : offset + stop - start] = x

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-OUTLIER = 16.0
-"""A token farther from its chunk's mean than this times the median (squared distances) counts as
-if it stood there: one broken token must not own mean and covariance."""
+from quantwm.cache.formats.qtc_tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -31,16 +29,16 @@ class Moments:
     def empty(cls, device: torch.device) -> Moments:
         return cls(torch.zeros(0, device=device), torch.zeros(0, device=device))
 
-    def with_chunk(self, x: Tensor) -> Moments:
-        """x: float32 [H, N, D]. A head whose sums overflow keeps what it knew."""
-        mean, weight = robust_mean(x)
-        apart = (x - mean) * weight.sqrt()
-        total, scatter = x.shape[1] * mean.squeeze(1), triangle(apart.transpose(1, 2) @ apart)
+    def with_chunk(self, tokens: Tokens) -> Moments:
+        """A head whose sums overflow keeps what it knew."""
+        count = tokens.given.shape[1]
+        mean, weights = tokens.centre()
+        total, scatter = count * mean, triangle(tokens.second_moment(mean, weights))
         finite = (torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1)).unsqueeze(-1)
         return Moments(
             _plus(self.total, torch.where(finite, total, 0.0)),
             _plus(self.scatter, torch.where(finite, scatter, 0.0)),
-            self.count + x.shape[1],
+            self.count + count,
         )
 
     @property
@@ -55,11 +53,10 @@ class QueryMoment:
     triangle: Tensor
     count: int = 0
 
-    def with_chunk(self, q: Tensor) -> QueryMoment:
-        """q: float32 [H, N, D]."""
-        added = triangle(q.transpose(1, 2) @ q)
+    def with_chunk(self, queries: Tokens) -> QueryMoment:
+        added = triangle(queries.second_moment())
         added = torch.where(torch.isfinite(added).all(-1, keepdim=True), added, 0.0)
-        return QueryMoment(_plus(self.triangle, added), self.count + q.shape[1])
+        return QueryMoment(_plus(self.triangle, added), self.count + queries.given.shape[1])
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,7 @@ class SlotStatistics:
             residual=torch.zeros(0, dtype=torch.float64, device=device),
         )
 
-    def with_chunk(self, k: Tensor, v: Tensor, q: Tensor | None) -> SlotStatistics:
-        """k, v: float32 [H, N, D], keys un-rotated; q: the same of un-rotated queries or None."""
+    def with_chunk(self, k: Tokens, v: Tokens, q: Tokens | None) -> SlotStatistics:
         seen = replace(self, keys=self.keys.with_chunk(k), values=self.values.with_chunk(v))
         return seen if q is None else replace(seen, queries=self.queries.with_chunk(q))
 
@@ -114,26 +110,6 @@ class SlotStatistics:
             self.queries.triangle,
             self.residual,
         )
-
-
-def robust_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of a chunk and the weight of each token. x: float32 [H, N, D] -> [H, 1, D], [H, N, 1].
-
-    The plain mean and ones unless a token stands out. One token at 10**6 moves the mean of 192
-    by 5,000; weighted by that mean it moves it by 2, and by the next not at all.
-    """
-    mean = x.mean(1, keepdim=True)
-    for _ in range(2):
-        weight = _weights(x - mean)
-        mean = (x * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
-    return mean, _weights(x - mean)
-
-
-def _weights(apart: Tensor) -> Tensor:
-    squares = apart.square().sum(-1, keepdim=True)
-    limit = OUTLIER * squares.median(1, keepdim=True).values
-    within = (squares <= limit) | (limit == 0)
-    return torch.where(within, 1.0, limit / squares.clamp(min=1e-30))
 
 
 def _plus(known: Tensor, added: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The pure parts of qtc: levels, planes, positions, metric, basis, fallback codes, statistics."""
+"""Parts of qtc: positions, the metric of queries, the basis."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ from torch import Tensor
 from quantwm.cache.formats import (
     qtc_basis,
     qtc_coder,
-    qtc_fallback,
-    qtc_gain,
     qtc_levels,
     qtc_metric,
-    qtc_planes,
-    qtc_statistics,
 )
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import CacheSpec, RopeLayout
@@ -37,80 +33,6 @@ def _spd(seed: int, size: int = 32, heads: int = 2) -> Tensor:
     """Positive definite [heads, size, size] with a spectrum over three decades."""
     turn = torch.linalg.qr(_randn(heads, size, size, seed=seed, dtype=torch.float64))[0]
     return turn @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ turn.mT
-
-
-# Levels.
-
-
-def test_the_table_is_what_its_generator_gives() -> None:
-    from pathlib import Path
-
-    assert qtc_levels.source_text() in Path(qtc_levels.__file__).read_text()
-
-
-@pytest.mark.parametrize("bits", range(1, 7))
-def test_levels_are_optimal_for_a_gaussian(bits: int) -> None:
-    """Numerical integration: the distortion is as stated, and moving a level raises it."""
-    x = torch.linspace(-9, 9, 400_001, dtype=torch.float64)
-    density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
-
-    def error(levels: Tensor) -> float:
-        codes = torch.bucketize(x, (levels[1:] + levels[:-1]) / 2)
-        return float(((x - levels[codes]).square() * density).sum())
-
-    levels = qtc_levels.table(CPU)[2**bits : 2 ** (bits + 1)].double()
-    best = error(levels)
-    assert best == pytest.approx(qtc_levels.DISTORTIONS[bits], rel=2e-4)
-    for place in (0, len(levels) // 2):
-        for step in (-0.01, 0.01):
-            moved = levels.clone()
-            moved[place] += step
-            assert error(moved) > best
-
-
-@pytest.mark.parametrize("bits", range(1, 7))
-def test_codes_name_the_nearest_level(bits: int) -> None:
-    x = 2 * _randn(500, seed=bits)
-    levels = qtc_levels.table(CPU)[2**bits : 2 ** (bits + 1)]
-    nearest = (x[:, None] - levels).abs().argmin(1)
-    assert torch.equal(qtc_levels.quantize(x, bits).long(), nearest)
-
-
-def test_look_up_of_pairs_is_the_table() -> None:
-    places = torch.arange(128, dtype=torch.uint8).view(8, 16)
-    expected = qtc_levels.table(CPU)[places.long()]
-    assert torch.equal(qtc_levels.look_up(places), expected)
-    assert torch.equal(qtc_levels.look_up(places.flip(1)), expected.flip(1))
-
-
-# Bit planes.
-
-
-@given(
-    widths=st.lists(st.integers(0, 6), min_size=1, max_size=8),
-    tokens=st.integers(0, 5),
-    seed=st.integers(0, 9),
-)
-def test_unpacking_undoes_packing(widths: list[int], tokens: int, seed: int) -> None:
-    ordered = tuple(sorted(widths, reverse=True))
-    generator = torch.Generator().manual_seed(seed)
-    codes = torch.cat(
-        [torch.randint(0, 2**w, (tokens, 16), generator=generator) for w in ordered], dim=1
-    ).to(torch.uint8)
-    packed = qtc_planes.pack(codes, ordered)
-    assert packed.shape == (tokens, 2 * sum(ordered))
-    coded = 16 * qtc_planes.blocks_in_plane(ordered, 0)
-    assert torch.equal(qtc_planes.unpack(packed, ordered), codes[:, :coded])
-    places = torch.tensor([2**w for w in ordered if w], dtype=torch.uint8).repeat_interleave(16)
-    assert torch.equal(qtc_planes.unpack(packed, ordered, first=1), codes[:, :coded] + places)
-
-
-def test_a_channel_s_bits_lie_where_the_layout_says() -> None:
-    codes = torch.zeros(1, 32, dtype=torch.uint8)
-    codes[0, 9], codes[0, 16] = 0b10, 0b1
-    packed = qtc_planes.pack(codes, (2, 1))
-    # Plane 0: block 0, block 1; plane 1: block 0. Channel 9 is bit 1 of the second byte.
-    assert packed.tolist() == [[0, 0, 1, 0, 0, 0b10]]
 
 
 # Positions.
@@ -343,69 +265,3 @@ def test_singular_statistics_still_give_a_basis(kind: str) -> None:
     decoded = qtc_coder.decode_in_basis(*qtc_coder.encode_in_basis(x, basis, None), basis)
     assert torch.isfinite(decoded).all()
     assert float(decoded.norm()) < 3 * float(x.norm())
-
-
-# Fallback.
-
-
-@pytest.mark.parametrize("head_dim", [16, 48, 96, 128])
-def test_the_rotation_is_orthogonal(head_dim: int) -> None:
-    turn = qtc_fallback.rotation(head_dim, CPU)
-    torch.testing.assert_close(turn @ turn.T, torch.eye(head_dim), atol=1e-5, rtol=0)
-
-
-def test_feedback_costs_less_than_rounding() -> None:
-    """LDLQ and the descent lower the cost in the metric; the descent never raises it."""
-    metric = _spd(7).float()
-    z = _randn(2, 200, 32, seed=2)
-    plain = qtc_fallback.level(qtc_fallback.nearest(z)) - z
-    codes, error = qtc_fallback._ldlq(z, metric)
-    descended = qtc_fallback.level(qtc_fallback._descend(z, metric, codes, error.clone())) - z
-    costs = [((e @ metric) * e).sum(-1) for e in (plain, error, descended)]
-    assert float(costs[1].mean()) < 0.7 * float(costs[0].mean())
-    assert bool((costs[2] <= costs[1] * (1 + 1e-4) + 1e-4).all())
-
-
-# Gains, means, statistics.
-
-
-def test_gains_are_within_half_a_step() -> None:
-    wanted = torch.logspace(-8, 8, 200)
-    found = qtc_gain.gains(qtc_gain.gain_codes(wanted).to(torch.uint8))
-    assert float((found / wanted).log2().abs().max()) <= 0.5 / qtc_gain.STEPS + 1e-4
-    assert qtc_gain.gains(qtc_gain.gain_codes(torch.zeros(1))).item() == 0
-
-
-def test_means_are_within_half_a_step() -> None:
-    mean, about = _randn(2, 16), _randn(2, 16, seed=1)
-    codes, scale = qtc_gain.mean_codes(mean, about)
-    off = (qtc_gain.decoded_means(codes, scale, about)[:, 0] - mean).abs()
-    assert bool((off <= 0.51 * scale.float()).all())
-
-
-def test_one_broken_token_does_not_own_mean_and_covariance() -> None:
-    x = _randn(1, 192, 16)
-    clean = qtc_statistics.Moments.empty(CPU).with_chunk(x)
-    x[0, 50] = 1e6
-    broken = qtc_statistics.Moments.empty(CPU).with_chunk(x)
-    assert float((broken.mean - clean.mean).norm()) < 0.5
-    size = [
-        float(qtc_statistics.full(m.scatter, 16).diagonal(dim1=1, dim2=2).sum())
-        for m in (clean, broken)
-    ]
-    assert size[1] < 1.5 * size[0]
-
-
-def test_moments_of_chunks_are_those_within_chunks() -> None:
-    first, second = _randn(2, 30, 16), _randn(2, 20, 16, seed=1) + 3
-    found = qtc_statistics.Moments.empty(CPU).with_chunk(first).with_chunk(second)
-    expected = sum(
-        (x - x.mean(1, keepdim=True)).mT @ (x - x.mean(1, keepdim=True)) for x in (first, second)
-    )
-    torch.testing.assert_close(
-        qtc_statistics.full(found.scatter, 16), expected, atol=1e-3, rtol=1e-4
-    )
-    torch.testing.assert_close(
-        found.mean, torch.cat((first, second), 1).mean(1), atol=1e-5, rtol=1e-4
-    )
-    assert found.count == 50

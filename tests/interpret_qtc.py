@@ -1,0 +1,184 @@
+"""qtc's kernels in Triton's interpreter against the PyTorch code; test_qtc_kernels.py runs it.
+
+Not collected by name: TRITON_INTERPRET=1 must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile
+from quantwm.cache.dispatch import QtcKernels
+from quantwm.cache.formats import qtc_basis, qtc_span, qtc_tokens
+from quantwm.cache.formats.base import QueryGuide
+from quantwm.cache.formats.qtc import QtcConfig, QtcFormat
+from quantwm.cache.formats.qtc_learner import SlotGuide
+from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache.formats.qtc_statistics import SlotStatistics
+from quantwm.cache.formats.qtc_tokens import Tokens
+from quantwm.cache.positions import TokenPositions
+from quantwm.cache.spec import RopeLayout
+
+CPU = torch.device("cpu")
+KERNELS = QtcKernels(qtc_encode, qtc_decode, qtc_moments, qtc_tile.Turning)
+LAYOUTS = {
+    64: RopeLayout((20, 20, 20), (3, 5)),  # 4 channels behind the split
+    128: RopeLayout((44, 42, 42), (2, 7)),
+    256: RopeLayout((86, 84, 86), (4, 4)),
+}
+
+
+def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _spd(heads: int, size: int, seed: int) -> Tensor:
+    turn = torch.linalg.qr(_randn(heads, size, size, seed=seed, dtype=torch.float64))[0]
+    return turn @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ turn.mT
+
+
+def _positions(tokens: int, first: int, gaps: bool) -> TokenPositions:
+    if not gaps:
+        return TokenPositions(first, tokens)
+    places = first + torch.arange(2 * tokens)[torch.arange(2 * tokens) % 3 != 1][:tokens]
+    return TokenPositions(first, tokens, places.int())
+
+
+class Case:
+    """Tokens, a basis for them, and what encoding needs."""
+
+    def __init__(self, heads: int, tokens: int, dim: int, bits: float, rows: float) -> None:
+        self.format = QtcFormat(QtcConfig(key_bits=bits, key_rows=rows))
+        cov, self.metric = _spd(heads, dim, 1), _spd(heads, dim, 2)
+        mean = _randn(heads, dim, seed=3)
+        kept, budget = self.format._rows("keys", dim), self.format._budget("keys", dim)
+        self.basis, _ = qtc_basis.fit_basis(cov, self.metric, mean, budget, kept, 6)
+        root = torch.linalg.cholesky(cov).mT.float()
+        self.x = (mean[:, None] + _randn(heads, tokens, dim) @ root).to(torch.bfloat16)
+        self.x[0, tokens // 2] *= 50
+        self.x[-1, 0] = 0
+
+
+def with_kernels(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    for module in (qtc_tokens, qtc_span):
+        monkeypatch.setattr(module, "qtc_kernels", lambda *_: KERNELS if on else None)
+
+
+# heads, tokens, head dim, bits, rows: 1 to 8 blocks, all head dims, odd lengths
+CASES = (
+    (2, 75, 128, 2.0, 0.75),
+    (1, 33, 128, 1.375, 0.625),
+    (1, 70, 128, 2.75, 0.875),
+    (2, 40, 64, 1.5, 0.25),
+    (1, 1, 64, 1.0, 0.5),
+    (1, 20, 256, 2.0, 1.0),
+)
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_codes_are_the_reference_s(monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...]) -> None:
+    """Bit for bit without rotation; with it but for ties, as the angles round otherwise."""
+    case = Case(*shape)
+    for layout in (None, LAYOUTS[shape[2]]):
+        positions = _positions(case.x.shape[1], 60, gaps=layout is not None)
+        mean = case.basis.mean.float()
+        found = []
+        for on in (False, True):
+            with_kernels(monkeypatch, on)
+            tokens = Tokens.of(case.x, layout, positions)
+            found.append(tokens.encoded(mean, case.basis, case.metric))
+        differ = [int((a != b).sum()) for a, b in zip(*found, strict=True)]
+        assert differ == [0, 0] if layout is None else max(differ) <= case.x.shape[1] // 20
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
+@pytest.mark.parametrize("layout", ["none", "run", "gaps"])
+def test_decoding_is_the_reference_s_to_rounding(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[Any, ...], layout: str
+) -> None:
+    case = Case(*shape)
+    dim, tokens = shape[2], case.x.shape[1]
+    rope = None if layout == "none" else LAYOUTS[dim]
+    with_kernels(monkeypatch, False)
+    positions = _positions(tokens, 10**6, gaps=layout == "gaps")
+    span = QtcFormat(case.format.config).encode(case.x, None, "keys", _guide(case, rope, positions))
+    span = QtcFormat().join(span, _later(case, span))
+    found = []
+    for on in (False, True):
+        with_kernels(monkeypatch, on)
+        own = replace(span)
+        out = torch.zeros(shape[0], 2 * tokens + 3, dim)
+        own.decode(out, 2, 1, 2 * tokens - 1)
+        found.append(out)
+        assert not out[:, :2].any() and not out[:, 2 * tokens :].any()
+        one = torch.zeros(1, 2 * tokens, dim)
+        own.decode(one, 0, 0, 2 * tokens, shape[0] - 1)
+        torch.testing.assert_close(one[0, 1 : 2 * tokens - 1], out[-1, 2 : 2 * tokens])
+    # Levels are BF16 in the kernel: 2**-9 of each channel's share.
+    error = (found[1] - found[0]).norm(dim=-1)
+    assert bool((error <= 0.004 * found[0].norm(dim=-1) + 1e-4).all())
+
+
+def _guide(case: Case, rope: RopeLayout | None, positions: TokenPositions) -> QueryGuide:
+    queries = SlotStatistics.empty(CPU).queries
+    learned = SlotGuide(rope, positions, queries, 8, case.basis, case.basis, 1)
+    return QueryGuide(learned=learned)
+
+
+def _later(case: Case, span: QtcSpan) -> QtcSpan:
+    """The next chunk of the same span."""
+    positions = span.positions
+    if positions is not None:
+        positions = TokenPositions(positions.tensor(0, positions.count)[-1].item() + 4, span.tokens)
+    guide = _guide(case, span.rope, positions or TokenPositions(span.tokens, span.tokens))
+    return case.format.encode((case.x.float() - 1).bfloat16(), None, "keys", guide)
+
+
+def test_codes_without_a_basis(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = _randn(2, 50, 64).bfloat16()
+    spans, outs = [], []
+    for on in (False, True):
+        with_kernels(monkeypatch, on)
+        span = QtcFormat().encode(x, None, "keys", QueryGuide())
+        out = torch.zeros(2, 50, 64)
+        span.decode(out, 0, 0, 50)
+        spans.append(span)
+        outs.append(out)
+    assert torch.equal(spans[0].codes, spans[1].codes)
+    assert torch.equal(spans[0].gains, spans[1].gains)
+    torch.testing.assert_close(outs[0], outs[1], atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize(("dim", "tokens"), [(64, 3), (64, 100), (128, 49), (256, 20)])
+def test_means_weights_and_moments(monkeypatch: pytest.MonkeyPatch, dim: int, tokens: int) -> None:
+    x = _randn(2, tokens, dim).bfloat16()
+    x[1, tokens // 2] = 1e4
+    found = []
+    for on in (False, True):
+        with_kernels(monkeypatch, on)
+        seen = Tokens.of(x, LAYOUTS[dim], _positions(tokens, 5, gaps=True))
+        centre, weights = seen.centre()
+        moments = seen.second_moment(centre, weights), seen.second_moment()
+        found.append((centre, weights, *moments))
+    for plain, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=2e-4 * float(plain.abs().max()), rtol=1e-4)
+    assert float(found[0][1].min()) < 0.01 or tokens < 4
+
+
+def test_launchers_refuse_what_they_do_not_cover() -> None:
+    x, none = torch.zeros(1, 8, 48), qtc_tile.Turning()
+    with pytest.raises(ValueError, match="head dim 48"):
+        qtc_moments.distances(x, none, torch.zeros(1, 48))
+    x = torch.zeros(1, 8, 64)
+    with pytest.raises(ValueError, match="phases must be"):
+        turned = qtc_tile.Turning(torch.zeros(2, 30, dtype=torch.int32))
+        qtc_moments.distances(x, turned, torch.zeros(1, 64))
+    with pytest.raises(ValueError, match="groups of 3"):
+        qtc_moments.group_sums(x, none, None, 3)
+    with pytest.raises(ValueError, match="together"):
+        qtc_moments.second_moment(x, none, torch.zeros(1, 64), None)

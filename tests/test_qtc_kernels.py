@@ -1,0 +1,117 @@
+"""qtc's kernels: in the interpreter against the PyTorch code, and compiled for sm_90."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_kernels_compile import (  # noqa: E402
+    REGISTER_LIMIT,
+    SHARED_LIMIT,
+    TYPES,
+    Launched,
+    Recorder,
+    compile_launch,
+    describe,
+)
+
+from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile, tuning  # noqa: E402
+from quantwm.cache.formats import qtc_levels  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = (qtc_encode, qtc_decode, qtc_moments)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [*command, "tests/interpret_qtc.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout, run.stdout[-2000:]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
+    """Launchers run on CPU tensors as if on a GPU; nothing is executed, launches are noted."""
+    noted: list[Launched] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setitem(TYPES, torch.int16, "*i16")
+    monkeypatch.setattr(tuning, "dot_mode", lambda x: (torch.bfloat16, triton.language.bfloat16))
+    for module in MODULES:
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
+    yield noted
+
+
+def run_launchers(dim: int, rows: int, words: int, turned: bool) -> None:
+    """Every launcher once; heads and tokens as large as decides for the larger launch rows."""
+    heads, tokens, none = 2, 20_000, torch.zeros
+    turning = qtc_tile.Turning()
+    if turned:
+        phases = none(2, dim // 2, dtype=torch.int32)
+        turning = qtc_tile.Turning(phases, (dim // 6, dim // 6), (30, 52), 0)
+    x, weights = none(heads, tokens, dim).bfloat16(), none(heads, tokens)
+    centre, widths = none(heads, dim), none(heads, rows // 16, dtype=torch.uint8)
+    qtc_moments.group_sums(x, turning, None, 16)
+    qtc_moments.group_sums(x, turning, weights, 16)
+    qtc_moments.distances(x, turning, centre)
+    qtc_moments.second_moment(x, turning, centre, weights)
+    qtc_moments.second_moment(x, turning, None, None)
+    cpu = torch.device("cpu")
+    tables = (qtc_levels.table(cpu), none(256), *qtc_levels.cell_tables(cpu))
+    codes, gains = qtc_encode.encode_qtc(
+        x, turning, centre, none(heads, dim, rows), none(heads, rows), widths, words, tables
+    )
+    basis = none(heads, rows, dim, dtype=torch.int8), none(heads, rows).bfloat16()
+    means = none(heads, 1, dim, dtype=torch.int8), none(heads, 1).bfloat16()
+    decoder = qtc_decode.prepare_qtc(
+        codes, gains, (*basis, centre.bfloat16(), widths), (*means, none(1, dtype=torch.int32)),
+        (qtc_levels.pair_levels(cpu), none(256)), turning,
+    )  # fmt: skip
+    decoder(x.clone(), 0, 0, tokens)
+
+
+@pytest.mark.parametrize(
+    ("dim", "rows", "words", "turned"),
+    [(128, 96, 16, True), (128, 80, 11, False), (128, 112, 22, True), (64, 48, 8, True),
+     (256, 256, 32, True)],
+)  # fmt: skip
+def test_every_launch_row_compiles(
+    launches: list[Launched], dim: int, rows: int, words: int, turned: bool
+) -> None:
+    run_launchers(dim, rows, words, turned)
+    assert {launched.kernel.__name__ for launched in launches} == {
+        "group_sums_kernel", "distances_kernel", "second_moment_kernel", "encode_qtc_kernel",
+        "decode_qtc_kernel",
+    }  # fmt: skip
+    for launched in {describe(launched): launched for launched in launches}.values():
+        compiled, used = compile_launch(launched)
+        label = describe(launched)
+        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
+        assert used["REG"] <= REGISTER_LIMIT, label
+        assert compiled.metadata.shared <= SHARED_LIMIT, label
+        if launched.kernel.__name__ in ("decode_qtc_kernel", "encode_qtc_kernel"):
+            ptx = compiled.asm["ptx"]
+            assert "wgmma.mma_async" in ptx or "mma.sync" in ptx, f"no tensor cores: {label}"
+
+
+def test_lengths_are_not_specialised() -> None:
+    """What grows with the history never makes a new kernel."""
+    growing = {"n_tokens", "offset", "start", "stop", "n_chunks", "first_place", "blocks"}
+    kernels = [getattr(m, n) for m in MODULES for n in vars(m) if n.endswith("_kernel")]
+    assert len(kernels) == 5
+    for kernel in kernels:
+        for parameter in kernel.params:
+            if parameter.name in growing:
+                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
