@@ -18,6 +18,7 @@ REGISTRY = {
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
     "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),
+    "soak": ("soak", "ten thousand chunks through one cache: nothing may grow"),
     "tune": ("tune", "device time of the launch rows worth trying"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }

@@ -143,7 +143,8 @@ def _series(series: Series, x: Axis, y: Axis, number: int) -> list[str]:
 
 
 def _mark(x: float, y: float, number: int) -> str:
-    colour, shape = COLOURS[number % len(COLOURS)], SHAPES[number % len(SHAPES)]
+    rounds = number + number // len(COLOURS)  # so that no two of 32 have one look
+    colour, shape = COLOURS[number % len(COLOURS)], SHAPES[rounds % len(SHAPES)]
     if shape == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
     corners = {
