@@ -20,7 +20,7 @@ import numpy as np
 
 from app import limits
 from quantwm.errors import UserError
-from quantwm.session import zip_session
+from quantwm.session_zip import zip_session
 from quantwm.video import is_video, iter_video
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.lanes import is_bf16
-from quantwm.metrics import frame_mse, psnr_of_mse
+from quantwm.metrics import frame_mse, psnr_of_mse, temporal_difference, temporal_excess
 
 
 @dataclass
@@ -83,9 +83,44 @@ class RunTotals:
         return self.frames / self.ms * 1000 if self.ms else None
 
 
+@dataclass
+class ChangeWatch:
+    """Mean change a frame of every lane, and its excess over the BF16 lane's, chunk by chunk."""
+
+    _last: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add(
+        self, block: BlockResult, lanes: Sequence[LaneConfig]
+    ) -> dict[str, tuple[float | None, float | None]]:
+        """Lane -> (temporal difference, excess flicker) in grey levels, the step from the chunk
+        before counted; None where there is no step or no BF16 lane."""
+        clips = {lane.name: self._with_last(lane) for lane in block.lanes}
+        self._last = {lane.name: lane.frames[-1].copy() for lane in block.lanes}
+        name = _reference_name(lanes)
+        return {
+            lane: (
+                _mean(temporal_difference(clip)),
+                None if name is None else _mean(temporal_excess(clip, clips[name])),
+            )
+            for lane, clip in clips.items()
+        }
+
+    def _with_last(self, lane: LaneResult) -> np.ndarray:
+        last = self._last.get(lane.name)
+        return lane.frames if last is None else np.concatenate((last[None], lane.frames))
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+def _reference_name(lanes: Sequence[LaneConfig]) -> str | None:
+    return next((lane.name for lane in lanes if is_bf16(lane)), None)
+
+
 def errors_to_bf16(block: BlockResult, lanes: Sequence[LaneConfig]) -> dict[str, np.ndarray]:
     """Per lane the squared error of each frame to the BF16 lane; empty without a BF16 lane."""
-    reference_name = next((lane.name for lane in lanes if is_bf16(lane)), None)
+    reference_name = _reference_name(lanes)
     if reference_name is None or block.index == 0:
         return {}
     reference = next(lane.frames for lane in block.lanes if lane.name == reference_name)

@@ -123,7 +123,8 @@ class LosslessWriter(_Writer):
     def __init__(self, path: Path, fps: float) -> None:
         # Clusters of at most 0.1 s and no muxer buffer: a killed process loses a frame or two.
         options = {"flush_packets": "1", "cluster_time_limit": "100"}
-        super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, {}, gop=1)
+        checked = {"level": "3", "slicecrc": "1"}  # so that a damaged frame is noticed
+        super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, checked, gop=1)
         self._held: deque[bytes] = deque(maxlen=self.HELD)
 
     def write(self, frames: np.ndarray) -> None:

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantwm.errors import UserError
+from quantwm.ffv1_checksum import has_checksums
 
 MAX_VIDEO_BYTES = 4 * 2**30
 """A lossless 128 x 96 recording needs about 20 kB a frame: 60 hours of driving stay below this."""
@@ -107,8 +108,6 @@ def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.nd
     with _opened(path) as (container, stream):
         shape: tuple[int, ...] | None = None
         for index, frame in enumerate(_decoded(path, container, stream)):
-            if index >= max_frames:
-                return
             picture = np.rot90(frame.to_ndarray(format="rgb24"), _turns(frame))
             if shape not in (None, picture.shape):
                 raise UserError(
@@ -116,6 +115,8 @@ def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.nd
                 )
             shape = picture.shape
             yield np.ascontiguousarray(picture)
+            if index + 1 >= max_frames:
+                return
 
 
 def read_video(path: Path, max_frames: int) -> np.ndarray:
@@ -165,6 +166,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
                 raise UserError(
                     f"{path.name} is {width} x {height}, at most {MAX_PIXELS:,} pixels are read"
                 )
+            # A decoder that hides damage would give its repair for the picture.
+            stream.codec_context.options = {"err_detect": "crccheck+explode"}
             yield container, stream
     except (av.FFmpegError, OSError, IndexError, RuntimeError) as error:
         raise UserError(f"{path.name} cannot be read as a video: {one_line(error)}") from error
@@ -176,14 +179,28 @@ def _decoded(path: Path, container: Any, stream: Any) -> Iterator[Any]:
 
     count = 0
     try:
-        for frame in container.decode(stream):
-            if frame.is_corrupt:
-                raise UserError(_damaged(path, count))
-            yield frame
-            count += 1
+        for packet in _whole_packets(path, container, stream):
+            for frame in packet.decode():
+                if frame.is_corrupt:
+                    raise UserError(_damaged(path, count))
+                yield frame
+                count += 1
     except av.FFmpegError as error:
         # a file cut off in mid-frame ends here after its last whole frame
         raise UserError(f"{_damaged(path, count)} ({one_line(error)})") from error
+
+
+def _whole_packets(path: Path, container: Any, stream: Any) -> Iterator[Any]:
+    """Packets of the stream; FFV1's are held to their checksums where they have them."""
+    lossless, checked, count = stream.codec_context.name == "ffv1", False, 0
+    for packet in container.demux(stream):
+        if lossless and packet.size:
+            whole = has_checksums(bytes(packet))
+            if checked and not whole:
+                raise UserError(_damaged(path, count))
+            checked = checked or (count == 0 and whole)
+            count += 1
+        yield packet
 
 
 def _damaged(path: Path, count: int) -> str:

@@ -110,17 +110,20 @@ def test_replay_names_the_first_difference(tmp_path, capsys):
     assert document["bit_identical"] is False
     bf16, qvg, quantwm = document["lanes"]
     assert (bf16["bit_identical"], quantwm["bit_identical"]) == (True, True)
-    assert qvg["first_difference"] == {"block": 3, "frame": 5}
-    assert "lane qvg: first differs in frame 5" in err
+    first = qvg["first_difference"]
+    assert (first["block"], first["frame"], first["pixel"]) == (3, 5, [0, 0])
+    assert first["recorded"] == frames[5, 0, 0].tolist() != first["now"]
+    assert "lane qvg: first differs in frame 5 at pixel (0, 0)" in err
 
 
-def test_replay_checks_the_weights_first(tmp_path, capsys):
+def test_replay_with_other_weights_says_so_and_plays(tmp_path, capsys):
     play(capsys, tmp_path / "s", "--no-video")
     path = tmp_path / "s" / "session.json"
     path.write_text(path.read_text().replace("5" * 64, "6" * 64))
     status, document, err = call(capsys, "replay", tmp_path / "s")
-    assert (status, document) == (2, None)
-    assert "weights 666666666666" in err
+    assert (status, document["bit_identical"]) == (0, True)  # the same weights by another name
+    assert document["weights_sha256"] != document["weights_now"]
+    assert "weights 666666666666" in err and "its frames will differ" in err
 
 
 @pytest.mark.parametrize("name", ["start.png", "start.mkv"])

@@ -15,7 +15,7 @@ from app.inspector.clips import ClipInfo, ClipStore, write_clip
 from app.inspector.ring import MARGIN, RingShape, RingWriter, ring_shape, take_clip
 from app.inspector.slices import line_points, slice_sheet, slices
 from quantwm.errors import UserError
-from quantwm.session import zip_session
+from quantwm.session_zip import zip_session
 from quantwm.video import LosslessWriter
 from quantwm.worlds.base import ChunkAction
 

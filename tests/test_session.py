@@ -20,8 +20,9 @@ from quantwm.actions import parse_actions
 from quantwm.cache.spec import CachePolicy
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult, MemoryReading
 from quantwm.errors import UserError
-from quantwm.session import SessionInfo, SessionWriter, zip_session
+from quantwm.session import SessionInfo, SessionWriter
 from quantwm.session_reader import load_session
+from quantwm.session_zip import zip_session
 from quantwm.worlds.base import ChunkAction
 
 KEYS = ("w", "a", "s", "d", "left", "right")
@@ -86,6 +87,7 @@ def test_round_trip(tmp_path):
         "actions.ndjson",
         "metrics.csv",
         "preview.mp4",
+        "plots.png",
         "bf16.mkv",
         "qvg.mkv",
     }
@@ -230,6 +232,7 @@ def test_zip_holds_known_files_and_no_links(tmp_path):
         assert sorted(archive.namelist()) == [
             "s/actions.ndjson",
             "s/metrics.csv",
+            "s/plots.png",
             "s/session.json",
         ]
 
@@ -240,7 +243,7 @@ BREAK = {
     "deep": lambda d: "[" * 100_000,
     "nan": lambda d: json.dumps(d | {"fps": float("nan")}),
     "format": lambda d: json.dumps(d | {"format": "x"}),
-    "version": lambda d: json.dumps(d | {"version": 2}),
+    "version": lambda d: json.dumps(d | {"version": "2"}),
     "world": lambda d: json.dumps(d | {"world": "../embedded"}),
     "seed": lambda d: json.dumps(d | {"seed": True}),
     "negative seed": lambda d: json.dumps(d | {"seed": -1}),

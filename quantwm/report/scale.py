@@ -61,9 +61,9 @@ PRESETS = {
         contact_sheets=2,
     ),
     "small": Scale(
-        name="small", scenes=2, seeds=1, scripts=1, chunks=6, taught=3, short_chunks=3,
-        sweep_scenes=1, sweep_chunks=2, flicker_scenes=1, flicker_chunks=4, recorded_scenes=1,
-        recorded_chunks=5, minute_scenes=1, minute_chunks=8, revisits=1, timed_chunks=3,
+        name="small", scenes=2, seeds=1, scripts=1, chunks=4, taught=2, short_chunks=2,
+        sweep_scenes=1, sweep_chunks=1, flicker_scenes=1, flicker_chunks=3, recorded_scenes=1,
+        recorded_chunks=4, minute_scenes=1, minute_chunks=6, revisits=1, timed_chunks=2,
         contact_sheets=1, revisit_kinds=("turn",), few=("qvg", "quantwm"),
     ),
     "minimal": Scale(
