@@ -115,3 +115,13 @@ def test_attention_equals_its_definition() -> None:
     q, k, v = (t.double() for t in queries())
     wanted = (q @ k.transpose(1, 2) * DIM**-0.5).softmax(-1) @ v
     assert torch.allclose(attention(q, k, v), wanted)
+
+
+def test_bf16_on_a_cpu_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (t.bfloat16() for t in queries())
+    wanted = (q.double() @ k.double().transpose(1, 2) * DIM**-0.5).softmax(-1) @ v.double()
+    whole = attention(q, k, v)
+    monkeypatch.setattr("quantwm.cache.attention.CPU_SCORES", 5 * 2 * FRAME)
+    for out in (whole, attention(q, k, v)):
+        assert out.dtype == torch.bfloat16
+        assert (out.double() - wanted).norm() < 0.01 * wanted.norm()

@@ -24,6 +24,9 @@ CUDNN_FLOPS = 2e11
 FlashAttention-2, but plans anew for each number of tokens, some 10 ms of the host; a chunk runs
 the same size in every layer and pass, so the plan pays where a call is about half a millisecond."""
 
+CPU_SCORES = 1 << 20
+"""Scores of a head held at a time on a CPU, whatever the number of heads: 2 MB."""
+
 
 def attend(reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | None) -> Tensor:
     """q [H, Nq, D] over all that the reading shows -> [H, Nq, D], in the dtype of q.
@@ -54,6 +57,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
 
     bias: broadcastable to [H, Nq, n], added to the scores of the first n keys.
     """
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16 and bias is None:
+        return _cpu_bf16(q, k, v)
     mask = None
     if bias is not None:
         mask = torch.zeros(1, q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
@@ -63,6 +68,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
             q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=mask
         )
     return out.squeeze(0)
+
+
+def _cpu_bf16(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores, softmax and values as three operations, a block of queries at a time.
+
+    PyTorch's own attention multiplies BF16 in float32 here: on one core with AVX-512 BF16, 3 heads
+    of 192 queries and 2,304 keys take 9.1 ms, these products 4.9 ms. Scores round to BF16.
+    """
+    heads, queries, head_dim = q.shape
+    block = max(CPU_SCORES // k.shape[1], 1)
+    nothing, turned = q.new_zeros(1), k.transpose(1, 2)
+    out = torch.empty((heads, queries, head_dim), dtype=q.dtype)
+    for first in range(0, queries, block):
+        rows = slice(first, first + block)
+        scores = torch.baddbmm(nothing, q[:, rows], turned, beta=0, alpha=head_dim**-0.5)
+        out[:, rows] = torch.bmm(scores.softmax(-1), v)
+    return out
 
 
 def _backend(q: Tensor, k: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
