@@ -184,6 +184,13 @@ class Attention:
         return self._by_window[self._full]
 
 
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Since the stage began, in GiB; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 1)}
+
+
 def draw_clips(
     pool: LatentPool, stage: Stage, config: TransformerConfig, training: TransformerTraining,
     generator: torch.Generator,
@@ -233,6 +240,8 @@ def train_stage(
     on_gpu = device.type == "cuda"
     generator = torch.Generator(device).manual_seed(seed + state.step)
     chooser = torch.Generator().manual_seed(seed + state.step)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
     masks = Attention(attention, stage.frames, config, training, device)
     tables = two_stream_tables(stage.frames, config, device)
     residual = torch.bfloat16 if on_gpu else torch.float32
@@ -272,7 +281,7 @@ def train_stage(
                 "transformer", step=state.step, frames=stage.frames, own=stage.own,
                 loss=round(value, 4), mse=round(float(mse), 4), steps_per_s=round(rate, 2),
                 tokens_per_s=round(rate * tokens), lr=round(training.muon_lr * factor, 5),
-                eta_s=round(run.left),
+                eta_s=round(run.left), **peak_memory(device),
             )  # fmt: skip
             if not math.isfinite(value):
                 raise FloatingPointError(f"the loss is {value} at step {state.step}")
