@@ -29,6 +29,8 @@ from quantwm.report.variants import Variant, known
 from quantwm.worlds.base import World
 
 TASKS = {"turn": "Reappear: a full turn", "back": "Revisit: through a door and back"}
+FULL_TURN = 48
+"""Frames of 7.5 degrees: where a turn comes back for the first time."""
 SHORT_FRAMES = 24
 """A history that ends before the revisited place: what is then recalled is chance."""
 SHOWN = 4
@@ -56,11 +58,14 @@ def histories(world: World) -> dict[str, int | None]:
 def revisit_jobs(
     world: World, episodes: Sequence[Episode], variants: Sequence[Variant]
 ) -> list[Job]:
-    """Two rollouts an episode, one for each history."""
+    """Two rollouts an episode, one for each history.
+
+    The scripts in assets/truth follow a start scene and do not hold its frames; others hold theirs.
+    """
     size = world.spec.cache.frames_per_chunk
     jobs = []
     for number, episode in enumerate(episodes):
-        keys = [episode.held(i) for i in range(episode.context, episode.length)]
+        keys = [episode.held(i) for i in range(episode.context, _stop(episode))]
         actions = pack_frames(keys, size)
         frames = len(actions) * size
         last = tuple(range(frames - SHOWN, frames))
@@ -69,11 +74,11 @@ def revisit_jobs(
                 Job(
                     experiment=f"revisit-{name}",
                     label=str(number),
-                    scene=None,
+                    scene=None if episode.has(0) else str(episode.origin.get("scene")),
                     seed=0,
                     actions=actions,
                     lanes=tuple(variant.name for variant in known(variants)),
-                    picture=np.asarray(episode.clip(0, episode.context)),
+                    picture=episode.clip(0, episode.context) if episode.has(0) else None,
                     max_tokens=tokens,
                     keep=last,
                 )
@@ -111,11 +116,19 @@ def recall(
     ]
 
 
+def _stop(episode: Episode) -> int:
+    """The frame behind the revisit."""
+    if episode.kind == "turn":
+        return min(episode.length, episode.context + FULL_TURN)
+    return episode.length
+
+
 def _truth(episode: Episode, generated: int) -> np.ndarray | None:
     """The true frames of the end, uint8 [n, H, W, 3]; None when none of them is stored."""
-    if episode.length != episode.context + generated:
+    stop = _stop(episode)
+    if stop != episode.context + generated:
         return None  # the last chunk was filled up: it does not end where the truth does
-    index = [i for i in range(episode.length - SHOWN, episode.length) if episode.has(i)]
+    index = [i for i in range(stop - SHOWN, stop) if episode.has(i)]
     return episode.clip(index[0], index[-1] + 1) if index else None
 
 
