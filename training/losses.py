@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from quantwm.worlds.embedded.pose import YAW_FEATURES, pose_features
+from quantwm.worlds.embedded.sampler import noise_levels
 from quantwm.worlds.embedded.transformer import Attend, Transformer
-from training.own_history import mixed_history, own_rollout
+from training.own_history import STEPS, mixed_history, own_rollout
 from training.teacher_forcing import predict_clip
 
 
@@ -33,7 +34,9 @@ class TransformerTraining:
     """short_windows: with chance short_chance a step sees only so many past chunks, so that a
     16-frame window is something the model knows. context_noise: the clean stream of half of the
     clips is disturbed by up to this much, unannounced, as a rollout's own history is. lost: share
-    of clips without positions, as after a walk along a wall."""
+    of clips without positions, as after a walk along a wall. sampler_share: share of the chunks
+    at one of the two noise levels that the product's sampler asks for (1 and 0.75); the rest is
+    spread over all levels, and below sigma_floor the error's weight grows no more."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),
@@ -51,7 +54,8 @@ class TransformerTraining:
     floor: float = 0.03
     ema: float = 0.999
     sigma_shift: float = 3.0
-    sigma_floor: float = 0.15
+    sigma_floor: float = 0.4
+    sampler_share: float = 0.5
     short_windows: tuple[int, ...] = (3, 4, 8)
     short_chance: float = 0.3
     context_chunks: int = 4
@@ -109,6 +113,9 @@ def noisy_stream(
     like = {"generator": generator, "device": clean.device}
     u = torch.rand(batch, frames // per_chunk, **like)
     sigma = training.sigma_shift * u / (1 + (training.sigma_shift - 1) * u)
+    asked = torch.tensor(noise_levels(STEPS, training.sigma_shift), device=clean.device)
+    chosen = asked[torch.randint(STEPS, u.shape, **like)]
+    sigma = torch.where(torch.rand(u.shape, **like) < training.sampler_share, chosen, sigma)
     level = sigma.repeat_interleave(per_chunk, dim=1)
     scale = level[:, :, None, None, None]
     noisy = (1 - scale) * clean + scale * torch.randn(clean.shape, **like)

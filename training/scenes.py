@@ -1,21 +1,48 @@
-"""Start scenes from maps never trained on: python -m training.scenes --out assets/scenes.
+"""Start scenes, action scripts and their truth from maps never trained on, all into one folder.
 
-Records a few candidates per scene and keeps, of each, the 16 frames whose view is liveliest.
+python -m training.scenes --out assets makes what ships: the scenes of CHOICES, the scripts of
+SHOWS and the true frames that the small acceptance table needs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quantwm.actions import format_actions, pack_frames
 from quantwm.errors import UserError
-from quantwm.worlds.embedded.config import KEYS, PRESETS
+from quantwm.evaluation.episodes import Episode, save_episode
+from quantwm.worlds.base import Script
+from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.scenes import SceneClip, save_scene
-from training.frames import UNSEEN_SEED, Episode, Recorder, episode_path, load_episode
+from quantwm.worlds.embedded.scripts import save_script
+from training.choreography import (
+    CHUNK,
+    CONTEXT,
+    FULL_TURN,
+    LONGEST_BACK,
+    Part,
+    StuckError,
+    full_turn,
+    long_walk,
+    perform,
+    scout,
+    stand,
+    there_and_back,
+)
+from training.frames import UNSEEN_SEED, open_engine, require_engine
+from training.maps import GameMap, build_map
+
+if TYPE_CHECKING:
+    from vizdoom import DoomGame
 
 FIRST_SEED = UNSEEN_SEED + 500_000
 """Beyond the maps that runs are measured on (UNSEEN_SEED onwards)."""
@@ -23,67 +50,135 @@ FIRST_SEED = UNSEEN_SEED + 500_000
 
 @dataclass(frozen=True)
 class Choice:
-    """One scene of the shipped set: name, title, map seed, first frame of the clip."""
+    """One scene of the shipped set: name, title, map (from FIRST_SEED), first frame of the clip.
+
+    script: the scripted walk that starts here; its scene ends standing still.
+    """
 
     name: str
     title: str
     seed: int
     first_frame: int
+    script: str = ""
 
 
 CHOICES = (
-    Choice("blue-carpet", "Into the green marble room", FIRST_SEED, 160),
-    Choice("bare-tree", "The bare tree in the grey hall", FIRST_SEED + 5, 68),
-    Choice("green-column", "Past the green column", FIRST_SEED + 6, 8),
-    Choice("lamps", "Four lamps, orange brick", FIRST_SEED + 7, 8),
-    Choice("red-carpet", "The timber room with the red carpet", FIRST_SEED + 12, 168),
-    Choice("white-stones", "White stones, blue pillar", FIRST_SEED + 17, 168),
-    Choice("two-pillars", "Two red pillars", FIRST_SEED + 18, 60),
-    Choice("timber-hall", "Across the timber hall", FIRST_SEED + 21, 180),
+    Choice("bare-tree", "The bare tree above the blue floor", 33, 28),
+    Choice("blue-pillar", "The blue pillar in the orange room", 1, 30, "long-walk"),
+    Choice("dead-stump", "The dead stump in the blue room", 7, 64),
+    Choice("green-column", "The green column by the white wall", 20, 62, "full-turn"),
+    Choice("green-tree", "The green tree in the red room", 4, 34, "standing-still"),
+    Choice("hedge-door", "Hedges and a door of light", 6, 52),
+    Choice("hedge-pond", "Hedges by the blue floor", 19, 92),
+    Choice("lamp-hall", "Lamps in the timber hall", 43, 8),
+    Choice("marble-pillars", "Red pillars, white marble", 15, 104),
+    Choice("red-column", "The red column before the hedge", 44, 44),
+    Choice("red-columns", "Red columns in the orange room", 22, 18, "there-and-back"),
+    Choice("statue", "The statue on the red carpet", 5, 48),
 )
 """Picked by eye from the contact sheet that --candidates draws."""
 
 
-def liveliness(episode: Episode, first: int, frames: int) -> float:
-    """Colour and depth of the last view, for picking: spread of colours plus detail."""
-    view = episode.frames[first + frames - 1].astype(np.float32)
+@dataclass(frozen=True)
+class Show:
+    """One shipped action script: its walk and which of its true frames are kept."""
+
+    title: str
+    part: Part
+    keep: Callable[[int], list[int]]
+
+
+def _ends(every: int) -> Callable[[int], list[int]]:
+    """The first and last two chunks after the context, and every n-th frame between."""
+    ends = 2 * CHUNK
+
+    def keep(length: int) -> list[int]:
+        first = range(CONTEXT, CONTEXT + ends)
+        return [*first, *range(CONTEXT, length, every), *range(length - ends, length)]
+
+    return keep
+
+
+def _turn_frames(length: int) -> list[int]:
+    """All of the first turn, the quarters of the second."""
+    quarters = range(length - 1, length - FULL_TURN, -FULL_TURN // 4)
+    return [*range(CONTEXT, length - FULL_TURN), *quarters]
+
+
+SHOWS = {
+    "full-turn": Show(
+        "A full turn, and a second one that must find the same room",
+        Part("turn", True, full_turn, 2 * FULL_TURN),
+        _turn_frames,
+    ),
+    "there-and-back": Show(
+        "Through a door, round, and back to where it began",
+        Part("back", True, there_and_back, longest=LONGEST_BACK),
+        _ends(8),
+    ),
+    "long-walk": Show(
+        "A long walk through several rooms and all the way back",
+        Part("long", True, long_walk),
+        _ends(16),
+    ),
+    "standing-still": Show(
+        "Standing still: what moves now should not",
+        Part("still", True, stand, 48),
+        _ends(24),
+    ),
+}
+
+
+def liveliness(view: np.ndarray) -> float:
+    """Colour and depth of a view uint8 [H, W, 3], for picking: spread of colours plus detail."""
+    view = view.astype(np.float32)
     chroma = np.abs(view - view.mean(axis=2, keepdims=True)).mean()
     detail = np.abs(np.diff(view, axis=1)).mean()
     quarters = view.reshape(4, 24, 4, 32, 3).mean(axis=(1, 3))
     return float(quarters.std(axis=(0, 1)).mean() + chroma + detail)
 
 
-def best_start(episode: Episode, frames: int) -> int:
+def best_start(episode: Episode) -> int:
     """First frame of the liveliest clip that walks forward in most of its frames."""
     walks = episode.keys[:, KEYS.index("w")]
     starts = [
         first
-        for first in range(8, len(episode.frames) - frames, 4)
-        if walks[first + 1 : first + frames].mean() > 0.6
+        for first in range(8, episode.length - CONTEXT, 4)
+        if walks[first + 1 : first + CONTEXT].mean() > 0.6
     ]
-    return max(starts or [8], key=lambda first: liveliness(episode, first, frames))
+    return max(starts or [8], key=lambda first: liveliness(episode.frames[first + CONTEXT - 1]))
 
 
-def record_maps(seeds: list[int], length: int, folder: Path, processes: int) -> list[Episode]:
-    recorder = Recorder(seeds, length, folder, processes)
-    recorder.wait(600)
-    if recorder.given_up:
-        raise UserError(f"the engine gave no frames for map {recorder.given_up[0]}; run again")
-    return [load_episode(episode_path(folder, seed)) for seed in seeds]
+@contextlib.contextmanager
+def engine(seeds: Sequence[int]) -> Iterator[tuple[DoomGame, list[GameMap]]]:
+    """The engine with the maps of some seeds, in a temporary folder that it may litter."""
+    home = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="quantwm-scenes-") as scratch:
+        os.chdir(scratch)
+        try:
+            maps = [build_map(seed) for seed in seeds]
+            game = open_engine(Path(scratch), maps)
+            yield game, maps
+            with contextlib.suppress(Exception):
+                game.close()  # it may crash then; what it gave is kept
+        finally:
+            os.chdir(home)
 
 
-def draw_candidates(path: Path, count: int, length: int, folder: Path, processes: int) -> None:
+def draw_candidates(path: Path, count: int, length: int) -> None:
     """A contact sheet of the liveliest clip of many maps; rows are seeds in order."""
     import imageio.v3 as imageio
 
-    frames = PRESETS["shipped"].context_frames
+    path = path.resolve()
     seeds = [FIRST_SEED + i for i in range(count)]
     rows = []
-    for seed, episode in zip(seeds, record_maps(seeds, length, folder, processes), strict=True):
-        first = best_start(episode, frames)
-        print(f"row {len(rows)}: seed {seed} first_frame {first}")
-        clip = episode.frames[first : first + frames]
-        rows.append(np.concatenate([clip[i] for i in (0, 5, 10, 15)], axis=1))
+    with engine(seeds) as (game, maps):
+        for number, (seed, game_map) in enumerate(zip(seeds, maps, strict=True), start=1):
+            episode = scout(game, number, game_map, seed, length)
+            first = best_start(episode)
+            print(f"row {len(rows)}: seed {seed - FIRST_SEED}, first_frame {first}")
+            clip = episode.frames[first : first + CONTEXT]
+            rows.append(np.concatenate([clip[i] for i in (0, 5, 10, 15)], axis=1))
     half = (len(rows) + 1) // 2
     columns = [np.concatenate(rows[:half]), np.concatenate(rows[half:])]
     pad = columns[0].shape[0] - columns[1].shape[0]
@@ -91,33 +186,47 @@ def draw_candidates(path: Path, count: int, length: int, folder: Path, processes
     imageio.imwrite(path, np.concatenate(columns, axis=1))
 
 
-def write_scenes(out: Path, length: int, folder: Path, processes: int) -> None:
-    frames = PRESETS["shipped"].context_frames
-    episodes = record_maps([c.seed for c in CHOICES], length, folder, processes)
-    for choice, episode in zip(CHOICES, episodes, strict=True):
-        span = slice(choice.first_frame, choice.first_frame + frames)
-        keys = tuple(
-            frozenset(name for name, held in zip(KEYS, row, strict=True) if held)
-            for row in episode.keys[span]
-        )
-        origin = {"map_seed": choice.seed, "first_frame": choice.first_frame}
-        save_scene(out, choice.name, choice.title, SceneClip(episode.frames[span], keys), origin)
-        print(f"{out / choice.name}: {choice.title}")
+def write_all(out: Path) -> None:
+    """Writes OUT/scenes, OUT/scripts and OUT/truth."""
+    seeds = [FIRST_SEED + choice.seed for choice in CHOICES]
+    out = out.resolve()
+    with engine(seeds) as (game, maps):
+        for number, (choice, game_map) in enumerate(zip(CHOICES, maps, strict=True), start=1):
+            show = SHOWS.get(choice.script)
+            part = show.part if show else Part("still", False, stand, CHUNK)
+            seed = FIRST_SEED + choice.seed
+            try:
+                episode = perform(game, number, game_map, seed, part, choice.first_frame)
+            except StuckError as error:
+                raise UserError(
+                    f"the walk {choice.script} cannot be walked from {choice.name}; choose "
+                    f"another seed or first_frame in training/scenes.py"
+                ) from error
+            held = [episode.held(frame) for frame in range(episode.length)]
+            clip = SceneClip(episode.frames[:CONTEXT], tuple(held[:CONTEXT]))
+            save_scene(out / "scenes", choice.name, choice.title, clip, dict(episode.origin))
+            print(f"scene {choice.name}: {choice.title}")
+            if show:
+                actions = format_actions(pack_frames(held[CONTEXT:], CHUNK))
+                written = Script(choice.script, show.title, actions, choice.name)
+                save_script(out / "scripts", written)
+                origin = {**episode.origin, "scene": choice.name}
+                kept = replace(episode, origin=origin).only(show.keep(episode.length))
+                save_episode(out / "truth" / choice.script, kept)
+                print(f"script {choice.script}: {episode.length - CONTEXT} frames")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("assets/scenes"))
-    parser.add_argument("--length", type=int, default=200, help="frames recorded per map")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("assets"))
     parser.add_argument("--candidates", type=int, help="draw so many candidates to OUT, a PNG")
+    parser.add_argument("--length", type=int, default=160, help="frames of a candidate's walk")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="quantwm-scenes-") as scratch:
-        folder = Path(scratch)
-        if args.candidates:
-            draw_candidates(args.out, args.candidates, args.length, folder, args.processes)
-        else:
-            write_scenes(args.out, args.length, folder, args.processes)
+    require_engine()
+    if args.candidates:
+        draw_candidates(args.out, args.candidates, args.length)
+    else:
+        write_all(args.out)
 
 
 if __name__ == "__main__":

@@ -310,8 +310,8 @@ def train_transformer(
     done = 0.0
     for stage in training.stages:
         done += stage.share / total
-        torch.compiler.reset()  # shapes are static: each stage compiles once, for its own lengths
         while True:
+            torch.compiler.reset()  # shapes are static: each stage compiles for its own lengths
             seconds = run.seconds * done - run.elapsed
             try:
                 train_stage(

@@ -1,0 +1,112 @@
+"""Truth of unseen maps for the acceptance table: python -m training.truth --out DIR --maps 32."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from quantwm.errors import UserError
+from quantwm.evaluation.episodes import save_episode
+from training.choreography import PARTS, StuckError, perform
+from training.frames import UNSEEN_SEED, open_engine, require_engine
+from training.maps import build_map
+
+FIRST_SEED = UNSEEN_SEED + 600_000
+"""Maps of the acceptance table: none is trained on, measured during training or a start scene."""
+FIRST_FRAMES = (24, 60, 100, 140, 180)
+"""Where a walk may begin; the next one is tried where its door cannot be reached."""
+LONG_EVERY = 4
+"""The long walk, as long as all the rest together, is walked on every fourth map."""
+MAPS_PER_PROCESS = 8
+ATTEMPTS = 3
+
+
+def record(seeds: Sequence[int], out: Path, first: int) -> None:
+    """One process: every part of every map into OUT/SEED/KIND, what exists already left alone."""
+    with tempfile.TemporaryDirectory(prefix="quantwm-truth-") as scratch:
+        out = out.resolve()
+        home = Path.cwd()
+        os.chdir(scratch)  # the engine litters its working directory
+        maps = [build_map(seed) for seed in seeds]
+        game = open_engine(Path(scratch), maps)
+        for number, (seed, game_map) in enumerate(zip(seeds, maps, strict=True), start=1):
+            for part in PARTS:
+                target = out / str(seed) / part.kind
+                wanted = part.kind != "long" or (seed - first) % LONG_EVERY == 0
+                if not wanted or (target / "episode.json").exists():
+                    continue
+                for first_frame in FIRST_FRAMES:
+                    with contextlib.suppress(StuckError):
+                        episode = perform(game, number, game_map, seed, part, first_frame)
+                        save_episode(target, episode, packed=False)
+                        break
+        os.chdir(home)
+        # The engine may crash while it closes; every episode is on disk by now.
+        with contextlib.suppress(Exception):
+            game.close()
+
+
+def record_all(seeds: Sequence[int], out: Path, processes: int) -> None:
+    """Several processes at once; what a crash left out is tried again."""
+    size = max(1, min(MAPS_PER_PROCESS, -(-len(seeds) // processes)))
+    groups = [seeds[i : i + size] for i in range(0, len(seeds), size)]
+    root = Path(__file__).resolve().parent.parent
+    for _ in range(ATTEMPTS):
+        waiting, running = list(groups), []
+        while waiting or running:
+            while waiting and len(running) < processes:
+                command = [
+                    sys.executable, "-m", "training.truth", "--out", str(out.resolve()),
+                    "--first", str(seeds[0]), "--seeds", *map(str, waiting.pop()),
+                ]  # fmt: skip
+                running.append(subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL))
+            running = [process for process in running if process.poll() is None]
+            time.sleep(0.05)
+        if not missing(seeds, out):
+            return
+    raise UserError(
+        f"the engine gave no truth for map {missing(seeds, out)[0]}; run again, or see what it "
+        f"says: python -m training.truth --out {out} --seeds {missing(seeds, out)[0]}"
+    )
+
+
+def missing(seeds: Sequence[int], out: Path) -> list[int]:
+    """Maps without a walk: the last part, so the map's process did not come to its end."""
+    last = PARTS[-1].kind
+    return [seed for seed in seeds if not (out / str(seed) / last / "episode.json").exists()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the episodes")
+    parser.add_argument("--maps", type=int, default=32)
+    parser.add_argument("--first", type=int, default=FIRST_SEED, help="seed of the first map")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seeds", type=int, nargs="+", help="these maps, in this process")
+    args = parser.parse_args()
+    require_engine()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.seeds:
+        record(args.seeds, args.out, args.first)
+        return
+    if args.maps < 1 or args.processes < 1:
+        raise SystemExit("--maps and --processes are 1 or more")
+    began = time.monotonic()
+    record_all(range(args.first, args.first + args.maps), args.out, args.processes)
+    episodes = {
+        part.kind: len(list(args.out.glob(f"*/{part.kind}/episode.json"))) for part in PARTS
+    }
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({"maps": args.maps, "episodes": episodes, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()
