@@ -17,6 +17,7 @@ COMMANDS = {
     "study": "recorded q/k/v tensors through each cache, causally, chunk by chunk",
     "report": "the paper's evidence on the embedded world, as an HTML report",
     "plan": "bytes by part, ratios and peak, before anything is allocated",
+    "evaluate-world": "the embedded world's acceptance table, or its statistics, beside the truth",
     "check-golden": "every model family against golden tensors, within their tolerances",
     "worlds": "worlds, their licence, the memory they need and what is present",
 }

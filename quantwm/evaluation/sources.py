@@ -1,0 +1,78 @@
+"""Where episodes of an evaluation come from: a folder of truth, or what the repository holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from quantwm.errors import UserError
+from quantwm.evaluation.episodes import Episode, load_folder
+from quantwm.worlds.embedded.config import KEYS
+from quantwm.worlds.embedded.scenes import SceneClip, list_scenes, load_scene
+
+SMALL_SCENES = 3
+"""Start scenes whose chunks are predicted in the small subset; all twelve would take a minute."""
+
+
+def full_episodes(folder: Path) -> list[Episode]:
+    """Episodes that training.truth made. UserError when there are none."""
+    return load_folder(folder)
+
+
+def small_episodes(assets: Path, size: tuple[int, int], chunk: int) -> list[Episode]:
+    """The action scripts on their start scenes, and some scenes as short walks.
+
+    size: (width, height) of frames; chunk: frames of a chunk, the context of a short walk.
+    """
+    scripts = load_folder(assets / "truth")
+    episodes = [_with_context(episode, assets / "scenes", size) for episode in scripts]
+    short = {"turn", "back"}  # a long walk takes 30 s on one core, standing still 7
+    episodes = [episode for episode in episodes if episode.kind in short]
+    names = [scene.name for scene in list_scenes(assets / "scenes")]
+    used = {episode.origin.get("scene") for episode in episodes}
+    for number, name in enumerate(n for n in names if n not in used):
+        if number == SMALL_SCENES:
+            break
+        episodes.append(_short_walk(name, load_scene(assets / "scenes", name, size), chunk))
+    return episodes
+
+
+def _with_context(episode: Episode, scenes: Path, size: tuple[int, int]) -> Episode:
+    """The scene's frames in front of the script's."""
+    name = str(episode.origin.get("scene", ""))
+    clip = load_scene(scenes, name, size)
+    if len(clip.frames) != episode.context or episode.has(0):
+        raise UserError(f"the truth of scene {name!r} does not follow its frames; fetch it again")
+    return replace(
+        episode,
+        frames=np.concatenate((clip.frames, episode.frames)),
+        index=np.concatenate((np.arange(episode.context), episode.index)),
+    )
+
+
+def _short_walk(name: str, clip: SceneClip, chunk: int) -> Episode:
+    """A scene as an episode whose context is its first chunk."""
+    keys = np.asarray([[key in held for key in KEYS] for held in clip.keys], np.uint8)
+    count = len(clip.frames)
+    return Episode(
+        kind="walk",
+        context=chunk,
+        frames=clip.frames,
+        index=np.arange(count),
+        keys=keys,
+        poses=np.zeros((count, 3), np.float32),
+        origin={"scene": name, "map_seed": _number(name)},
+    )
+
+
+def _number(name: str) -> int:
+    """A number of its own for every scene, the same on every machine."""
+    return int.from_bytes(name.encode()[:6].ljust(6, b"\0"), "big")
+
+
+def maps_of(episodes: Sequence[Episode]) -> int:
+    """How many maps there are."""
+    return len({episode.origin["map_seed"] for episode in episodes})
