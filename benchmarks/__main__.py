@@ -20,6 +20,7 @@ REGISTRY = {
     "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),
     "soak": ("soak", "ten thousand chunks through one cache: nothing may grow"),
     "tune": ("tune", "device time of the launch rows worth trying"),
+    "qtc": ("qtc", "qtc's kernels against the PyTorch code, and what they take"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }
 

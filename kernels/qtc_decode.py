@@ -243,7 +243,6 @@ def prepare_qtc(
     rows, row_scales, mean, widths = basis
     mean_codes, mean_scales, chunk_stops = means
     kept, chunks, size = rows.shape[1], mean_codes.shape[1], codes.shape[2]
-    checks.geometry(dim)
     checks.packed("codes", codes, torch.uint8, (heads, tokens, size))
     checks.packed("gains", gains, torch.uint8, (heads, tokens))
     owners = 1 if rows.shape[0] == 1 else heads

@@ -159,7 +159,6 @@ def encode_qtc(
     checks.rows("x", x)
     heads, tokens, dim = x.shape
     kept, device = analysis.shape[2], x.device
-    checks.geometry(dim)
     checks.packed("about", about, torch.float32, (heads, dim))
     checks.packed("analysis", analysis, torch.float32, (heads, dim, kept))
     checks.packed("costs", costs, torch.float32, (heads, kept))

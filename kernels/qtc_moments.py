@@ -122,7 +122,6 @@ def _options(x: Tensor, turning: Turning, row: tuning.Launch) -> dict[str, objec
 
 def _check(x: Tensor, turning: Turning, *others: Tensor | None) -> None:
     checks.rows("x", x)
-    checks.geometry(x.shape[2])
     turning.check(x.shape[2])
     checks.together(x, *turning.tensors(), *others)
 

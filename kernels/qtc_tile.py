@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import checks
+from kernels import checks, qtc_tuning
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Turning:
 
     def check(self, dim: int) -> None:
         """ValueError when it does not suit this head size."""
+        if dim not in qtc_tuning.DECODE:
+            raise ValueError(f"no kernel: head dim {dim} is not one of {tuple(qtc_tuning.DECODE)}")
         if self.phases is not None:
             checks.packed("phases", self.phases, torch.int32, (2, dim // 2))
 

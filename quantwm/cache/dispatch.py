@@ -223,10 +223,13 @@ class QtcKernels(NamedTuple):
 def qtc_kernels(device: torch.device, head_dim: int) -> QtcKernels | None:
     """qtc's kernels where they run; None where the PyTorch code of formats/qtc_*.py does."""
     ops = ops_for(device)
-    if not isinstance(ops, TritonOps) or not ops._covered(unsupported(head_dim)):
+    if not isinstance(ops, TritonOps):
         return None
-    from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile
+    from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile, qtc_tuning
 
+    if head_dim not in qtc_tuning.DECODE:
+        note_fallback(f"qtc runs in PyTorch: no kernel for head dim {head_dim}")
+        return None
     return QtcKernels(qtc_encode, qtc_decode, qtc_moments, qtc_tile.Turning)
 
 

@@ -28,7 +28,7 @@ def mean_over_offsets(moment: Tensor, layout: RopeLayout, horizon: int) -> Tenso
     column the difference of two independent uniform places of the grid.
     """
     turned = sum(layout.split)
-    difference, total = (t.to(moment.device) for t in _factors(layout, horizon))
+    difference, total = _factors(layout, horizon, moment.device)
     out = moment.clone()
     pairs = moment[..., :turned, :turned].unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
     # [..., j, part of j, k, part of k]; parts 0 real, 1 imaginary.
@@ -53,7 +53,7 @@ def _turn_cross_terms(
     out: Tensor, moment: Tensor, layout: RopeLayout, horizon: int, turned: int
 ) -> None:
     """Products of a turned pair and a channel that RoPE leaves alone: E[exp(i delta w_j)]."""
-    single = _single(layout, horizon).to(moment.device)
+    single = _single(layout, horizon, moment.device)
     cross = moment[..., :turned, turned:].unflatten(-2, (-1, 2))
     z = torch.complex(cross[..., 0, :], cross[..., 1, :]) * single[:, None]
     cross = torch.stack((z.real, z.imag), dim=-2).flatten(-3, -2)
@@ -78,7 +78,7 @@ def metric(moment: Tensor, layout: RopeLayout | None, horizon: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _factors(layout: RopeLayout, horizon: int) -> tuple[Tensor, Tensor]:
+def _factors(layout: RopeLayout, horizon: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Characteristic function at w_j - w_k and w_j + w_k, complex128 [pairs, pairs]."""
     speed, axis = frequencies(layout), axes(layout)
     factors = []
@@ -88,16 +88,17 @@ def _factors(layout: RopeLayout, horizon: int) -> tuple[Tensor, Tensor]:
             own = torch.where(axis == number, speed, 0.0)
             product *= _axis(layout, horizon, number, own[:, None] + sign * own[None, :])
         factors.append(product)
-    return factors[0], factors[1]
+    return factors[0].to(device), factors[1].to(device)
 
 
-def _single(layout: RopeLayout, horizon: int) -> Tensor:
+@lru_cache(maxsize=8)
+def _single(layout: RopeLayout, horizon: int, device: torch.device) -> Tensor:
     """Characteristic function at w_j, complex128 [pairs]."""
     speed, axis = frequencies(layout), axes(layout)
     product = torch.ones(len(speed), dtype=torch.complex128)
     for number in range(3):
         product *= _axis(layout, horizon, number, torch.where(axis == number, speed, 0.0))
-    return product
+    return product.to(device)
 
 
 def _axis(layout: RopeLayout, horizon: int, axis: int, speed: Tensor) -> Tensor:

@@ -1,0 +1,262 @@
+"""`qtc`: its kernels against the PyTorch code at full size on a GPU, and what they take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.timing import copy_ceiling, device_named, hardware, measure
+from quantwm.cache import explain, make_format
+from quantwm.cache.formats import QueryGuide, qtc_span, qtc_tokens
+from quantwm.cache.formats.qtc import QtcFormat
+from quantwm.cache.formats.qtc_learner import QtcLearner, SlotGuide
+from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache.formats.qtc_tokens import Tokens
+from quantwm.cache.positions import TokenPositions
+from quantwm.cache.spec import RopeLayout
+
+ROPE = RopeLayout((44, 42, 42), (30, 52))  # LingBot's 480p: 1,560 tokens a frame
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=int, default=40)
+    parser.add_argument("--frames", type=int, default=3, help="latent frames of a chunk")
+    parser.add_argument("--chunks", type=int, default=4, help="chunks of the span that is decoded")
+    parser.add_argument("--presets", default="small,medium,large")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--tune", action="store_true", help="also time other launch rows")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Case:
+    """Correlated keys, queries, values of LingBot's size; a learner that has seen a chunk."""
+
+    def __init__(self, options: argparse.Namespace, preset: str) -> None:
+        self.device = device_named(options.device)
+        self.format: QtcFormat = make_format("qtc", preset=preset)
+        self.heads, self.tokens = options.heads, options.frames * 1560
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def draw() -> Tensor:
+            size = (self.heads, 128, 128)
+            mix = torch.randn(size, generator=generator, device=self.device) / 11
+            mix *= torch.logspace(1, -1, 128, device=self.device)
+            noise = torch.randn(
+                (self.heads, self.tokens, 128), generator=generator, device=self.device
+            )
+            return (noise @ mix + 1).to(torch.bfloat16)
+
+        self.q, self.k, self.v = draw(), draw(), draw()
+        self.positions = TokenPositions(0, self.tokens)
+        learner = self.format.learner(1, self.heads, 128, ROPE, None, 1560, self.device)
+        seen = learner.observe(0, self.k, self.v, self.q, self.positions, None)
+        self.learner: QtcLearner = learner.with_chunk({0: seen})
+        self.lesson = self.learner.lesson(None)
+        learned = self.learner.guide(self.lesson, self.positions).of_slot(0)
+        self.guide = QueryGuide(learned=learned)
+
+    @property
+    def slot(self) -> SlotGuide:
+        return self.guide.learned
+
+    def encode(self, role: str) -> QtcSpan:
+        x = self.k if role == "keys" else self.v
+        return self.format.encode(x, None, role, self.guide)  # type: ignore[arg-type]
+
+    def span(self, role: str, chunks: int) -> QtcSpan:
+        span = joined = self.encode(role)
+        for _ in range(chunks - 1):
+            joined = self.format.join(joined, span)
+        return joined
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """The PyTorch code in place of the kernels, for as long as it lasts."""
+    kept = qtc_tokens.qtc_kernels, qtc_span.qtc_kernels
+    qtc_tokens.qtc_kernels = qtc_span.qtc_kernels = lambda device, head_dim: None
+    try:
+        yield
+    finally:
+        qtc_tokens.qtc_kernels, qtc_span.qtc_kernels = kept
+
+
+def compare(case: Case) -> dict[str, float]:
+    """Shares of codes and gains that differ, and the largest relative errors of the rest."""
+    found: dict[str, float] = {}
+    for role in ("keys", "values"):
+        spans, outs = [], []
+        for plain in (False, True):
+            if plain:
+                with plain_torch():
+                    spans.append(case.encode(role))
+            else:
+                spans.append(case.encode(role))
+        for plain in (False, True):
+            span = case.format.join(spans[0], spans[0])
+            out = torch.zeros(case.heads, 2 * case.tokens, 128, dtype=torch.bfloat16,
+                              device=case.device)  # fmt: skip
+            if plain:
+                with plain_torch():
+                    span.decode(out, 0, 0, 2 * case.tokens)
+            else:
+                span.decode(out, 0, 0, 2 * case.tokens)
+            outs.append(out.float())
+        found[f"{role}: codes that differ"] = _share(spans[0].codes, spans[1].codes)
+        found[f"{role}: gains that differ"] = _share(spans[0].gains, spans[1].gains)
+        error = (outs[0] - outs[1]).norm(dim=-1) / outs[1].norm(dim=-1).clamp(min=1e-6)
+        found[f"{role}: largest relative error of a decoded token"] = float(error.max())
+    found |= _compare_moments(case)
+    return found
+
+
+def _compare_moments(case: Case) -> dict[str, float]:
+    results = []
+    for plain in (False, True):
+        tokens = Tokens.of(case.k, ROPE, case.positions)
+        if plain:
+            with plain_torch():
+                centre, weights = tokens.centre()
+                results.append((centre, tokens.second_moment(centre, weights)))
+        else:
+            centre, weights = tokens.centre()
+            results.append((centre, tokens.second_moment(centre, weights)))
+    names = ("mean: relative error", "second moment: relative error")
+    pairs = zip(*results, strict=True)
+    return {n: float((a - b).norm() / b.norm()) for n, (a, b) in zip(names, pairs, strict=True)}
+
+
+def _share(a: Tensor, b: Tensor) -> float:
+    return float((a != b).double().mean())
+
+
+LIMITS = {"codes": 2e-3, "gains": 2e-3, "error": 0.02, "mean": 1e-4, "second": 1e-4}
+"""Ties of codes and gains fall either way; BF16's rounding of levels, rows and the sum."""
+
+
+def passed(found: dict[str, float]) -> bool:
+    def limit(name: str) -> float:
+        if "moment" in name or "mean" in name:
+            return LIMITS["mean"]
+        return LIMITS["codes"] if "differ" in name else LIMITS["error"]
+
+    return all(value <= limit(name) for name, value in found.items())
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device = device_named(options.device)
+    result: dict[str, Any] = {
+        "benchmark": "qtc",
+        "hardware": hardware(device),
+        "shape": [options.heads, options.frames * 1560, 128],
+        "kernels": explain(device),
+        "agreement": {},
+        "rows": [],
+    }
+    for preset in options.presets.split(","):
+        case = Case(options, preset)
+        if device.type == "cuda":
+            result["agreement"][preset] = compare(case)
+        result["rows"] += timed(case, preset, options)
+        if options.tune and preset == "medium" and device.type == "cuda":
+            result["tuning"] = tune(case, options)
+    result["ok"] = all(passed(found) for found in result["agreement"].values())
+    result["ceiling"] = copy_ceiling(device)
+    return result
+
+
+def timed(case: Case, preset: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+
+    def add(name: str, work: Callable[[], object], written: int = 0) -> None:
+        timing = measure(work, case.device, options.repeats)
+        row = {"preset": preset, "what": name, **timing.row()}
+        if written:
+            row["gb_s"] = round(written / timing.median / 1e6, 1)
+        rows.append(row)
+
+    add("encode keys", lambda: case.encode("keys"))
+    add("encode values", lambda: case.encode("values"))
+    for name, work in parts(case).items():
+        add(name, work)
+    seen = case.encode("keys"), case.encode("values")
+    add(
+        "observe (statistics, error)",
+        lambda: case.learner.observe(0, case.k, case.v, case.q, case.positions, seen),
+    )
+    add("new bases (one layer)", lambda: case.learner.lesson(None))
+    tokens = options.chunks * case.tokens
+    out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
+    for role in ("keys", "values"):
+        span = case.span(role, options.chunks)
+        written = out.numel() * out.element_size()
+        add(f"decode {role}", lambda span=span: span.decode(out, 0, 0, tokens), written)
+    return rows
+
+
+def parts(case: Case) -> dict[str, Callable[[], object]]:
+    """What encoding keys is made of."""
+    slot = case.slot
+    tokens = Tokens.of(case.k, ROPE, case.positions)
+    metric = slot.metric(128)
+    mean = tokens.centre()[0]
+    return {
+        "  of which mean": tokens.centre,
+        "  of which metric": lambda: slot.metric(128),
+        "  of which projection and codes": lambda: tokens.encoded(mean, slot.keys, metric),
+        "  second moment": lambda: tokens.second_moment(),
+    }
+
+
+def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of other launch rows; the shipped ones are put back."""
+    from kernels import qtc_decode, qtc_tuning
+    from kernels.tuning import Launch
+
+    rows: list[dict[str, Any]] = []
+    tokens = options.chunks * case.tokens
+    out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
+    kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE), qtc_decode.TILES
+    try:
+        for block, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+            for tiles in (1, 2, 4, 8):
+                qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "")
+                qtc_decode.TILES = tiles
+                for role in ("keys", "values"):
+                    span = case.span(role, options.chunks)
+                    ms = measure(
+                        lambda span=span: span.decode(out, 0, 0, tokens), case.device, 10
+                    ).median
+                    rows.append({"decode": [block, warps, tiles], "role": role, "ms": round(ms, 4)})
+        metric, mean = case.slot.metric(128), torch.zeros(case.heads, 128, device=case.device)
+        seen = Tokens.of(case.k, ROPE, case.positions)
+        for block, warps in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 8)):
+            qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "")
+            ms = measure(lambda: seen.encoded(mean, case.slot.keys, metric), case.device, 10).median
+            rows.append({"encode": [block, warps], "ms": round(ms, 4)})
+    finally:
+        qtc_tuning.DECODE.update(kept[0])
+        qtc_tuning.ENCODE.update(kept[1])
+        qtc_decode.TILES = kept[2]
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{result['hardware']['device']}, {result['shape']}; {result['kernels']}"]
+    for preset, found in result["agreement"].items():
+        lines += [f"{preset:8} {name:52} {value:.2e}" for name, value in found.items()]
+    for row in result["rows"]:
+        rate = f"{row['gb_s']:8.1f} GB/s written" if "gb_s" in row else ""
+        lines.append(
+            f"{row['preset']:8} {row['what']:34} {row['median']:8.3f} ms "
+            f"(host too {row['eager']:.3f}) {rate}"
+        )
+    for row in sorted(result.get("tuning", []), key=lambda row: row["ms"]):
+        lines.append("  ".join(f"{key} {value}" for key, value in row.items()))
+    lines.append(f"ceiling {result['ceiling']}; agreement {'ok' if result['ok'] else 'FAILED'}")
+    return "\n".join(lines)
