@@ -1,0 +1,136 @@
+"""The report: its numbers, verdicts decided by them, and one whole run in its least form."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from quantwm.cache.formats import make_format
+from quantwm.cache.kv_cache import KVCache
+from quantwm.cache.spec import CachePolicy
+from quantwm.cli import main
+from quantwm.report import numbers
+from quantwm.report.document import Plot, Sheet, both, compared, judge
+from quantwm.report.html import to_png
+from quantwm.report.jobs import Job, LaneSeries, run_job, script
+from quantwm.report.one_role import OneRoleFormat
+from quantwm.report.plan import rollout_jobs, units_of
+from quantwm.report.plots import to_svg
+from quantwm.report.pool import WorldSource, run_tasks, task_of
+from quantwm.report.scale import PRESETS, SCRIPTS
+from quantwm.report.variants import ALL, METHODS, SWEEPS, known
+from quantwm.worlds.embedded.adapter import EmbeddedWorld
+from tests.cache_helpers import SPEC, run_chunk
+
+
+@pytest.fixture(scope="module")
+def world() -> EmbeddedWorld:
+    return EmbeddedWorld.random("tiny")
+
+
+def figure(mean: float, low: float, high: float, count: int = 32) -> dict:
+    return {"mean": mean, "low": low, "high": high, "count": count}
+
+
+@pytest.mark.parametrize(("role", "exact"), [("keys", 1), ("values", 0)])
+@pytest.mark.parametrize("name", ["qvg", "quantwm"])
+def test_one_role_leaves_the_other_exact(name, role, exact):
+    inner = make_format(name, centroids=4, group_size=8)
+    caches = [
+        KVCache(SPEC, fmt, CachePolicy(span_tokens=24), seed=1)
+        for fmt in (OneRoleFormat(inner, role), inner, make_format("bf16"))
+    ]
+    for cache in caches:
+        for _ in range(3):
+            run_chunk(cache)
+    one, whole, plain = (cache.history(0) for cache in caches)
+    np.testing.assert_array_equal(one[exact].float(), plain[exact].float())
+    assert not np.array_equal(one[1 - exact].float(), plain[1 - exact].float())
+    if name == "qvg":  # quantwm's keys depend on queries alone, which are the same
+        np.testing.assert_array_equal(one[1 - exact].float(), whole[1 - exact].float())
+    half, both_roles = (cache.ledger().parts["codes"] for cache in caches[:2])
+    assert half * 2 == both_roles
+
+
+def test_units_are_distinct_and_enough(world):
+    units = units_of(world, PRESETS["full"])
+    assert len(units) == len(set(units)) == 32
+    assert all(unit.script in SCRIPTS for unit in units)
+
+
+def test_the_plan_covers_every_experiment_and_known_lane(world):
+    jobs = rollout_jobs(world, PRESETS["full"])
+    ran = {lane for job in jobs for lane in job.lanes} | {"bf16"}
+    assert ran == {v.name for v in ALL.values() if v.known}
+    chunks = {job.experiment: len(job.actions) for job in jobs}
+    assert (chunks["main"], chunks["minute"]) == (22, 131)
+    assert {len(j.keep) > 0 for j in jobs if j.experiment == "still"} == {True, False}
+
+
+def test_a_rollout_is_against_bf16_and_repeats_itself(world):
+    job = Job("main", "x", None, 3, script("w-4, left-4", 2, world), ("quantwm",), keep=(0, 7))
+    first, again = run_job(world, job), run_job(world, job)
+    exact, lane = first.series["bf16"], first.series["quantwm"]
+    assert exact.mse == [0.0] * 8 and exact.excess == [0.0] * 7 and exact.ssim == [1.0] * 8
+    assert lane.mse == again.series["quantwm"].mse and max(lane.mse) > 0
+    assert len(lane.ms) == 2 and lane.kv_bytes > 0 and len(lane.temporal) == 7
+    assert first.frames["bf16"].shape == (2, 32, 48, 3)
+
+
+def test_tasks_stop_at_the_deadline(world):
+    source = WorldSource(random_preset="tiny")
+    tasks = [task_of(lambda w: w.weights_sha256())] * 2
+    assert run_tasks(tasks, world, source, 1, 0.0, lambda text: None) == [None, None]
+    done = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
+    assert done == ["random-tiny-0"] * 2
+
+
+def test_windows_mark_divergence():
+    near = LaneSeries(mse=[10.0] * 88, ssim=[0.9] * 88, excess=[1.0] * 87)
+    far = LaneSeries(mse=[10.0] * 20 + [3000.0] * 68, ssim=[0.5] * 88, excess=[2.0] * 87)
+    early, middle, late = numbers.windows_of([near, far], 8.75)
+    assert [w["parted"] for w in (early, middle, late)] == [0.0, 0.5, 0.5]
+    assert early["psnr"]["mean"] == pytest.approx(10 * np.log10(255**2 / 10))
+    assert late["excess"]["mean"] == 1.5 and early["psnr"]["count"] == 2
+
+
+def test_verdicts_follow_the_numbers():
+    assert judge("c", figure(2, 1, 3), "dB", "x").word == "holds"
+    assert judge("c", figure(-2, -3, -1), "dB", "x").word == "does not hold"
+    assert judge("c", figure(1, -1, 3), "dB", "x").word == "undecided"
+    assert judge("c", figure(2, 1, 3, count=1), "dB", "x").word == "undecided"
+    assert judge("c", None, "dB", "x").word == "not measured"
+    less = compared("a", figure(1, 0.9, 1.1), "b", figure(2, 1.9, 2.1), less=True)
+    more = compared("a", figure(1, 0.9, 1.1), "b", figure(2, 1.9, 2.1))
+    assert (less.word, more.word) == ("holds", "does not hold")
+    assert both("c", [less, more]).word == "does not hold"
+    assert both("c", [less, less]).word == "holds"
+
+
+def test_plots_and_sheets():
+    svg = to_svg(Plot("T <1>", "s", "dB", [0, 1, 2], {"a": [1, None, 3], "b": [2, 2, 2]}))
+    assert svg.count("<polyline") == 5 and "T &lt;1&gt;" in svg
+    assert to_svg(Plot("T", "s", "dB", [], {})) == ""
+    frames = np.zeros((3, 10, 12, 3), np.uint8)
+    assert to_png(Sheet("t", [("a", frames), ("b", frames[:2])])).startswith(b"\x89PNG")
+
+
+def test_a_whole_report_in_its_least_form(tmp_path, capsys):
+    out = tmp_path / "report"
+    status = main(["report", "--out", str(out), "--minimal", "--random-weights", "--device", "cpu"])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert status == 0 and len(document["claims"]) >= 15
+    html = (out / "report.html").read_text()
+    for number in range(1, 9):
+        assert f"<h2>{number}. " in html
+    assert "http://" not in html and "https://" not in html and "<script" not in html
+    assert html.count("data:image/png") == 4 and "prefers-color-scheme:dark" in html
+    found = json.loads((out / "results.json").read_text())
+    assert set(found["fidelity"]["lanes"]) == {"bf16", *(v.name for v in known(METHODS))}
+    assert set(found["sweep"]["rows"]) == {"quantwm", *(v.name for v in known(SWEEPS))}
+    text = (out / "evidence.md").read_text()
+    assert "random-tiny" in text and len(re.findall(r"^## \d\. ", text, re.M)) == 8
+    assert status == 0 and found["report"]["rollouts_skipped"] == 0
