@@ -223,8 +223,8 @@ def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
     kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE), qtc_decode.TILES
     try:
-        for block, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
-            for tiles in (1, 2, 4, 8):
+        for block, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
+            for tiles in (1, 4):
                 qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "")
                 qtc_decode.TILES = tiles
                 for role in ("keys", "values"):
@@ -235,7 +235,7 @@ def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
                     rows.append({"decode": [block, warps, tiles], "role": role, "ms": round(ms, 4)})
         metric, mean = case.slot.metric(128), torch.zeros(case.heads, 128, device=case.device)
         seen = Tokens.of(case.k, ROPE, case.positions)
-        for block, warps in ((16, 2), (16, 4), (32, 4), (32, 8), (64, 8)):
+        for block, warps in ((16, 4), (32, 4), (32, 8), (64, 8)):
             qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "")
             ms = measure(lambda: seen.encoded(mean, case.slot.keys, metric), case.device, 10).median
             rows.append({"encode": [block, warps], "ms": round(ms, 4)})
