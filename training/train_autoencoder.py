@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder, ResidualBlock, to_signed
@@ -32,6 +33,7 @@ class AutoencoderTraining:
     weight_decay: float = 0.01
     mse_weight: float = 2.0
     gradient_weight: float = 0.5
+    energy_weight: float = 0.3
     latent_noise: float = 0.03
     latent_penalty: float = 1e-4
     ema: float = 0.998
@@ -59,7 +61,24 @@ def autoencoder_loss(
     down = (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
     loss = error.abs().mean() + config.mse_weight * mse
     loss = loss + config.gradient_weight * (across + down)
+    loss = loss + config.energy_weight * energy_error(out, target)
     return loss + config.latent_penalty * raw.float().square().mean(), mse.detach()
+
+
+def energy_error(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean difference of edge strength in 8 x 8 patches of pictures [N, 3, H, W].
+
+    Errors alone are least where a texture that cannot be stored is left out: at 34 dB the first
+    autoencoder kept 0.56 to 0.70 of the truth's gradients. This asks for their strength back.
+    """
+    total = torch.zeros((), device=out.device)
+    for axis in (2, 3):
+        strengths = [
+            F.avg_pool2d(x.diff(dim=axis).abs().mean(dim=1, keepdim=True), 8, ceil_mode=True)
+            for x in (out, target)
+        ]
+        total = total + (strengths[0] - strengths[1]).abs().mean()
+    return total
 
 
 def set_compiled(model: Autoencoder, compiled: bool) -> None:
