@@ -19,7 +19,7 @@ class Stage:
     """A share of the time at one clip length.
 
     own: share of the clips whose history is partly of the model's own making; adversarial: length
-    of the critic's gradient over that of the error's, for chunks drawn from own first steps.
+    of the critic's gradient over that of the error's, for chunks that hold no truth.
     """
 
     frames: int
@@ -78,11 +78,11 @@ class Clips:
 @dataclass(frozen=True)
 class Stream:
     """What is to be denoised: noisy [B, T, C, H, W], sigma [B, T], and which chunks [B, chunks]
-    come from the model's own first step."""
+    the critic judges: those that hold no truth, being pure noise or the model's own first step."""
 
     noisy: torch.Tensor
     sigma: torch.Tensor
-    own: torch.Tensor
+    judged: torch.Tensor
 
 
 def training_pose(
@@ -119,7 +119,7 @@ def noisy_stream(
     level = sigma.repeat_interleave(per_chunk, dim=1)
     scale = level[:, :, None, None, None]
     noisy = (1 - scale) * clean + scale * torch.randn(clean.shape, **like)
-    return Stream(noisy, level, torch.zeros_like(u, dtype=torch.bool))
+    return Stream(noisy, level, sigma == 1)
 
 
 def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) -> torch.Tensor:
@@ -145,12 +145,12 @@ def with_own_steps(
     history = mixed_history(
         clean, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
     )
-    draw = torch.rand(stream.own.shape, generator=generator, device=clean.device)
+    draw = torch.rand(stream.judged.shape, generator=generator, device=clean.device)
     own = draw < 0.5
     mask = own.repeat_interleave(per_chunk, dim=1)
     noisy = torch.where(mask[:, :, None, None, None], rollout.entering, stream.noisy)
     sigma = torch.where(mask, rollout.level, stream.sigma)
-    return history, Stream(noisy, sigma, own)
+    return history, Stream(noisy, sigma, own | stream.judged)
 
 
 def weighted_error(

@@ -209,7 +209,7 @@ def judge_step(
     critic's own step on the same prediction. step: within the stage."""
     per_chunk = state.model.config.frames_per_chunk
     critic = state.need_critic(training.critic_lr, seed)
-    counts = stream.own[:, 1:].flatten().float()
+    counts = stream.judged[:, 1:].flatten().float()
     critic.requires_grad_(False)
     if step < training.critic_warmup:
         loss.backward()
