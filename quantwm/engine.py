@@ -15,16 +15,16 @@ from quantwm.actions import check_action
 from quantwm.cache import dispatch
 from quantwm.cache.formats import Format
 from quantwm.cache.kv_cache import KVCache
+from quantwm.cache.remedy import is_out_of_memory
 from quantwm.cache.second_kernel import SecondKernelCache
 from quantwm.cache.workspace import Workspace
 from quantwm.engine_checks import (
-    OUT_OF_MEMORY,
     check_memory,
     check_start,
     checked_seed,
     first_scene,
     fitted_picture,
-    is_out_of_memory,
+    out_of_memory,
     steps_for,
 )
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
@@ -119,7 +119,7 @@ class Engine:
         except BaseException as error:
             self._drop_lanes()  # some would be ahead of others
             if is_out_of_memory(error):
-                raise UserError(OUT_OF_MEMORY.format("nothing was started")) from error
+                raise UserError(out_of_memory("nothing was started", error)) from error
             raise
         self._index = 0
         frames = {lane.config.name: state.frames for lane in self._running}
@@ -223,7 +223,7 @@ class Engine:
             outputs.clear()
             self._abort()
             if is_out_of_memory(error):
-                raise UserError(OUT_OF_MEMORY.format(f"chunk {index} was dropped")) from error
+                raise UserError(out_of_memory(f"chunk {index} was dropped", error)) from error
             raise
         return outputs, frames, milliseconds
 
@@ -267,7 +267,7 @@ class Engine:
             self.close()
         after = "the engine is closed, start a new one" if committed else "the chunk was dropped"
         if is_out_of_memory(error):
-            message = OUT_OF_MEMORY.format(f"in chunk {index} {after}")
+            message = out_of_memory(f"in chunk {index} {after}", error)
         else:
             message = f"the clean pass of lane {name} failed in chunk {index} ({error}); {after}"
         message = " ".join(message.split())

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
-from quantwm.cache.plan import plan_lanes, require_memory
+from quantwm.cache.plan import plan_lanes
+from quantwm.cache.remedy import CacheMemoryError, require_memory
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
 from quantwm.memory import free_bytes
 from quantwm.video import fit
 from quantwm.worlds.base import StartState, World
 
-OUT_OF_MEMORY = (
-    "the device ran out of memory, {}; free memory, drop a lane or keep less history (--max-tokens)"
-)
 
-
-def is_out_of_memory(error: BaseException) -> bool:
-    # the CPU allocator raises a plain RuntimeError
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    )
+def out_of_memory(happened: str, error: BaseException) -> str:
+    """One line for a person: what happened, and what would fit."""
+    fits = "free memory, drop a lane or keep less history (--max-tokens)"
+    if isinstance(error, CacheMemoryError):
+        fits = f"{error.remedy}; or {fits}"
+    return f"the device ran out of memory, {happened}; {fits}"
 
 
 def checked_seed(seed: int) -> int:

@@ -283,7 +283,7 @@ def test_too_little_memory_is_found_before_anything_is_allocated(monkeypatch):
     ("names", "options", "words"),
     [
         ((), {}, "name at least one lane"),
-        (("bf16", "kivi9"), {}, "unknown lane 'kivi9'; there are bf16, qvg"),
+        (("bf16", "kivi9"), {}, "unknown lane 'kivi9'; there are bf16, rtn"),
         (("bf16", "bf16"), {}, "named twice"),
         (("qvg",), {"mode": "teacher"}, "needs a bf16 lane"),
         (("bf16",), {"mode": "x"}, "unknown mode 'x'; there are free, teacher"),

@@ -9,7 +9,8 @@ import pytest
 
 from quantwm.cache import CachePolicy, CacheSpec
 from quantwm.cache.formats import FORMATS
-from quantwm.cache.plan import MethodPlan, Workload, plan, plan_lanes, require_memory
+from quantwm.cache.plan import MethodPlan, Workload, plan, plan_lanes
+from quantwm.cache.remedy import require_memory
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
 from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv, run_chunk
@@ -114,6 +115,62 @@ def test_planned_scratch_is_the_scratch_of_a_windowed_cache(name: str) -> None:
     found = plan({name: SETTINGS[name]}, load).methods[0]
     assert found.scratch_bytes == cache.ledger().scratch_bytes
     assert found.peak_bytes == found.bytes_total + found.scratch_bytes + found.pending_bytes
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 5, 9])
+def test_planned_scratch_of_an_open_history_has_its_room_to_grow(chunks: int) -> None:
+    """The workspace grows by a quarter when a chunk does not fit; the last one reads before it."""
+    cache = make_cache("bf16", CachePolicy(span_tokens=12))
+    for _ in range(chunks):
+        run_chunk(cache)
+    load = Workload.of_policy(SPEC, cache.policy, tokens=cache.tokens - 6, itemsize=4)
+    assert plan({"bf16": {}}, load).methods[0].scratch_bytes == cache.ledger().scratch_bytes
+
+
+def test_scratch_keeps_to_its_limit() -> None:
+    """150,000 tokens and a chunk in 40 heads: 10 heads at a time, 0.79 GB (workspace.py)."""
+    load = Workload(40, 40, 128, 150_000, 4680, 4680, current_tokens=4680, windowed=True)
+    found = plan({"qvg": {}}, load).methods[0].scratch_bytes
+    assert found == 10 * 154_680 * 128 * 2 * 2 < 800_000_000
+    open_history = plan({"qvg": {}}, replace(load, windowed=False)).methods[0].scratch_bytes
+    assert found <= open_history <= 800_000_000
+    endless = replace(load, windowed=False, tokens=2**40, heads=1)
+    assert plan({"qvg": {}}, endless).methods[0].scratch_bytes == (2**40 + 4680) * 128 * 4
+
+
+@pytest.mark.parametrize("name", ["bf16", "qvg", "quantwm"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        CachePolicy(span_tokens=6),
+        CachePolicy(span_tokens=6, sink_frames=2, recent_chunks=1),
+        CachePolicy(span_tokens=6, window_frames=7),
+    ],
+)
+def test_companion_streams_are_counted(name: str, policy: CachePolicy) -> None:
+    mouse = CacheSpec(1, 1, 8, 1, 2)
+    spec = replace(SPEC, companions=(("mouse", mouse), ("keyboard", replace(mouse, layers=2))))
+    settings = {**SETTINGS[name], **({"rank": 1, "centroids": 1} if name == "quantwm" else {})}
+    cache = make_cache(name, policy, spec=spec, settings=settings)
+    for _ in range(8):
+        first = cache.next_frame or 0
+        cache.begin_chunk(first, 2)
+        for layer in range(SPEC.layers):
+            cache.attend(layer, *qkv(first + layer, 6), clean=True)
+            _, k, v = qkv(first, 2, mouse)
+            cache.gather(layer, k, v, clean=True, stream="keyboard")
+        cache.gather(0, k, v, clean=True, stream="mouse")
+        cache.finalize_chunk()
+    if policy.window_frames is None:
+        cache.evict(8)
+    ledger = cache.ledger()
+    load = Workload.of_policy(spec, policy, tokens=cache.tokens, itemsize=4)
+    found = plan({name: settings}, load).methods[0]
+    assert found.bytes == ledger.parts and found.bytes_bf16 == ledger.bf16_bytes
+    assert found.resident_ratio == ledger.resident_ratio
+    assert found.scratch_bytes == ledger.scratch_bytes or policy.window_frames is None
+    fewer = plan_lanes(spec, [LaneConfig("a", name, settings, policy)]).with_tokens(6)
+    assert [c.tokens for c in fewer.lanes[0][2].companions] == [2, 2]
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -20,6 +20,7 @@ from quantwm.cache.commit import Built, build, finish_all
 from quantwm.cache.growth import Past, guide_for
 from quantwm.cache.held import Held
 from quantwm.cache.reading import Reading, first_visible, visible_tokens
+from quantwm.cache.remedy import saying_what_fits
 from quantwm.cache.segments import ChunkGuide
 from quantwm.cache.statistics import moment
 from quantwm.cache.storage import Savable
@@ -63,6 +64,7 @@ class KVCache(Held, Savable):
         for companion in self._companions.values():
             companion.begin_chunk(first_frame, frames)
 
+    @saying_what_fits
     def attend(
         self,
         layer: int,
@@ -91,6 +93,7 @@ class KVCache(Held, Savable):
             self._write(write)
         return out
 
+    @saying_what_fits
     def gather(
         self,
         layer: int,
@@ -115,6 +118,7 @@ class KVCache(Held, Savable):
             self._write(write)
         return keys, values
 
+    @saying_what_fits
     def finalize_chunk(self, keep_mask: Tensor | None = None) -> None:
         """Commit the open chunk; every layer and stream must have had its clean pass.
 
@@ -136,6 +140,7 @@ class KVCache(Held, Savable):
             add_queries()
             cache._commit(past)
 
+    @saying_what_fits
     def prefill(
         self,
         first_frame: int,

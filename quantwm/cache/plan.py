@@ -1,4 +1,4 @@
-"""The bytes of a cache before anything is allocated, and whether they fit."""
+"""The bytes of a cache before anything is allocated."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quantwm.cache.codebook_life import CodebookLife, Lasting, outliving
 from quantwm.cache.formats import make_format, split_method
 from quantwm.cache.formats.base import Format, Learns, Role
 from quantwm.cache.ledger import PARTS
+from quantwm.cache.plan_scratch import scratch_bytes
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import moment_bytes
 from quantwm.errors import UserError
@@ -30,6 +31,7 @@ class Workload:
         current_tokens: of the chunk being denoised: scratch, and its pending packed form.
         scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
         windowed: whether a window slides over the history; it may then cut one span more.
+        companions: BF16 streams of another geometry, cached beside these frame by frame.
     """
 
     layers: int
@@ -43,6 +45,7 @@ class Workload:
     current_tokens: int = 0
     scratch_itemsize: int = 2
     windowed: bool = False
+    companions: tuple[Workload, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "span_tokens"):
@@ -82,7 +85,22 @@ class Workload:
             current_tokens=chunk,
             scratch_itemsize=itemsize,
             windowed=policy.window_frames is not None,
+            companions=companion_loads(
+                spec,
+                frames=tokens // spec.tokens_per_frame,
+                sink_frames=policy.sink_frames,
+                recent_frames=policy.recent_chunks * spec.frames_per_chunk,
+                current_frames=spec.frames_per_chunk,
+                itemsize=itemsize,
+                windowed=policy.window_frames is not None,
+            ),
         )
+
+    def shortened(self, tokens: int) -> Workload:
+        """With a history of at most this many tokens, companions cut at the same frame."""
+        kept = min(self.tokens, tokens)
+        cut = (replace(c, tokens=c.tokens * kept // max(self.tokens, 1)) for c in self.companions)
+        return replace(self, tokens=kept, companions=tuple(cut))
 
     @property
     def bf16_bytes_per_token(self) -> int:
@@ -91,6 +109,28 @@ class Workload:
     @property
     def compressed_tokens(self) -> int:
         return max(self.tokens - self.sink_tokens - self.recent_tokens, 0)
+
+    @property
+    def waiting_chunks(self) -> int:
+        """Recent chunks, which wait with their guides to be encoded."""
+        return -(-self.recent_tokens // (self.chunk_tokens or self.span_tokens))
+
+    def _chunks(self) -> tuple[int, int]:
+        """Compressed chunks, and chunks of a full span."""
+        chunk = self.chunk_tokens or self.span_tokens
+        return -(-self.compressed_tokens // chunk), max(self.span_tokens // chunk, 1)
+
+    def waiting_spans(self) -> int:
+        """Spans that only recent chunks belong to so far."""
+        done, of_span = self._chunks()
+        return -(-(done + self.waiting_chunks) // of_span) - -(-done // of_span)
+
+    def known_spans(self) -> int:
+        """Spans of the recent chunks, or the open one."""
+        done, of_span = self._chunks()
+        if not self.waiting_chunks:
+            return min(done, 1)
+        return -(-(done + self.waiting_chunks) // of_span) - done // of_span
 
     def spans(self) -> list[tuple[int, int, int]]:
         """(tokens, chunks, how many) of the codebook spans: the full ones, then the open one.
@@ -104,6 +144,34 @@ class Workload:
         return [*spans, (rest, -(-rest // chunk), 1)] if rest else spans
 
 
+def companion_loads(
+    spec: CacheSpec,
+    frames: int,
+    sink_frames: int = 0,
+    recent_frames: int = 0,
+    current_frames: int = 0,
+    itemsize: int = 2,
+    windowed: bool = False,
+) -> tuple[Workload, ...]:
+    """What the companion streams of a geometry hold beside `frames` latent frames of history."""
+    return tuple(
+        Workload(
+            layers=stream.layers * len(stream.streams),
+            heads=stream.heads,
+            head_dim=stream.head_dim,
+            tokens=frames * stream.tokens_per_frame,
+            span_tokens=max(frames, 1) * stream.tokens_per_frame,
+            chunk_tokens=stream.tokens_per_chunk,
+            sink_tokens=sink_frames * stream.tokens_per_frame,
+            recent_tokens=recent_frames * stream.tokens_per_frame,
+            current_tokens=current_frames * stream.tokens_per_frame,
+            scratch_itemsize=itemsize,
+            windowed=windowed,
+        )
+        for _, stream in spec.companions
+    )
+
+
 @dataclass(frozen=True)
 class MethodPlan:
     """Bytes of one method; the fields are those of the `plan` command's last line.
@@ -114,7 +182,8 @@ class MethodPlan:
         bytes: by ledger part; bytes_total is their sum.
         bytes_packed: of the compressed tokens alone, what `ratio` divides by.
         bytes_bf16: of the whole history in BF16.
-        scratch_bytes: of one layer's decoded history and current chunk.
+        scratch_bytes: of one layer's decoded history and current chunk, in as many heads at a time
+            as its limit allows; with what an open history reserves to grow.
         pending_bytes: while a chunk is committed: its packed form and query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
         peak_bytes: all three.
@@ -159,33 +228,56 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     held["bf16_sink"] = sink * bf16
     held["bf16_recent"] = min(load.recent_tokens, load.tokens - sink) * bf16
     if fmt.uses_queries and load.tokens:
-        # The moment, the open span's eigenvalues, and the weights that recent chunks wait with.
-        waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
-        weights = load.head_dim ** (2 if fmt.full_moment else 1)
-        numbers = (fmt.rank if spans else 0) + waiting * weights
-        per_head = moment_bytes(load.head_dim, getattr(fmt, "compact_statistics", False))
-        held["statistics"] = load.layers * load.heads * (per_head + numbers * 4)
+        held["statistics"] = _statistics_bytes(fmt, load)
+    if fmt.rank and life is None:
+        # Recent chunks wait with the bases of spans that nothing is encoded in yet.
+        held["bases"] += load.waiting_spans() * load.layers * _basis_bytes(fmt, load)
     if isinstance(fmt, Learns) and load.tokens:
-        waiting = -(-load.recent_tokens // (load.chunk_tokens or load.span_tokens))
-        learned = fmt.learned_bytes(load.heads, load.head_dim, waiting)
+        learned = fmt.learned_bytes(load.heads, load.head_dim, load.waiting_chunks)
         held["statistics"] = load.layers * learned
+    whole = load.tokens * bf16
+    pending, scratch = _pending_bytes(fmt, load, spans), _scratch_bytes(load)
+    for stream in load.companions:
+        beside = plan_method("bf16", make_format("bf16"), stream)
+        _add(held, beside.bytes)
+        whole += beside.bytes_bf16
+        pending += beside.pending_bytes
+        scratch = max(scratch, beside.scratch_bytes)
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
-    pending = _pending_bytes(fmt, load, spans)
-    scratch_tokens = load.tokens + load.current_tokens
-    scratch = scratch_tokens * load.heads * load.head_dim * 2 * load.scratch_itemsize
     return MethodPlan(
         method=name,
         ratio=load.compressed_tokens * bf16 / packed if packed else None,
-        resident_ratio=load.tokens * bf16 / total if total else 1.0,
+        resident_ratio=whole / total if total else 1.0,
         bytes=parts,
         bytes_total=total,
         bytes_packed=packed,
-        bytes_bf16=load.tokens * bf16,
+        bytes_bf16=whole,
         scratch_bytes=scratch,
         pending_bytes=pending,
         peak_bytes=total + scratch + pending,
     )
+
+
+def _basis_bytes(fmt: Format[Any], load: Workload) -> int:
+    """Of one layer."""
+    return load.heads * load.head_dim * fmt.rank * 2
+
+
+def _statistics_bytes(fmt: Format[Any], load: Workload) -> int:
+    """The moment, the eigenvalues of the spans that chunks come to or wait for, and the weights
+    that recent chunks wait with."""
+    weights = load.head_dim ** (2 if fmt.full_moment else 1)
+    numbers = load.known_spans() * fmt.rank + load.waiting_chunks * weights
+    per_head = moment_bytes(load.head_dim, getattr(fmt, "compact_statistics", False))
+    return load.layers * load.heads * (per_head + numbers * 4)
+
+
+def _scratch_bytes(load: Workload) -> int:
+    chunk = load.current_tokens and (load.chunk_tokens or load.current_tokens)
+    tokens = load.tokens + load.current_tokens
+    size = (load.heads, load.head_dim, tokens)
+    return scratch_bytes(*size, chunk, load.windowed, load.scratch_itemsize)
 
 
 def _shared_books(
@@ -275,12 +367,7 @@ class Plan:
 
     def with_tokens(self, tokens: int) -> Plan:
         """The same with a history of at most this many tokens."""
-        return Plan(
-            tuple(
-                (name, fmt, replace(load, tokens=min(load.tokens, tokens)))
-                for name, fmt, load in self.lanes
-            )
-        )
+        return Plan(tuple((name, fmt, load.shortened(tokens)) for name, fmt, load in self.lanes))
 
     def as_json(self) -> dict[str, Any]:
         return {"methods": [m.as_json() for m in self.methods], "peak_bytes": self.peak_bytes}
@@ -309,39 +396,3 @@ def plan_lanes(spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2) ->
             for lane in lanes
         )
     )
-
-
-def require_memory(planned: Plan, free_bytes: int) -> None:
-    """UserError when the plan does not fit: bytes needed, bytes free, the longest that does."""
-    needed = planned.peak_bytes
-    if needed <= free_bytes:
-        return
-    tokens = max((load.tokens for _, _, load in planned.lanes), default=0)
-    fits = _longest_that_fits(planned, tokens, free_bytes)
-    remedy = (
-        f"a history of {fits:,} tokens instead of {tokens:,} fits"
-        if fits
-        else "not even one chunk of history fits; use fewer lanes or free memory"
-    )
-    names = ", ".join(name for name, _, _ in planned.lanes)
-    raise UserError(
-        f"too little memory: the caches ({names}) need {_gib(needed)} at their peak "
-        f"({needed:,} bytes) and {_gib(free_bytes)} ({free_bytes:,} bytes) is free; {remedy}"
-    )
-
-
-def _longest_that_fits(planned: Plan, tokens: int, free_bytes: int) -> int:
-    """In whole chunks of the first lane, 0 when one chunk is too much."""
-    chunk = min((load.chunk_tokens or load.span_tokens for _, _, load in planned.lanes), default=1)
-    low, high = 0, max(tokens - 1, 0) // chunk
-    while low < high:
-        middle = (low + high + 1) // 2
-        if planned.with_tokens(middle * chunk).peak_bytes <= free_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low * chunk
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"

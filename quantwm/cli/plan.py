@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from quantwm.cache.formats import FORMATS, split_method, split_methods, takes
-from quantwm.cache.plan import MethodPlan, Workload, plan
+from quantwm.cache.plan import MethodPlan, Workload, companion_loads, plan
 from quantwm.cli.common import emit, integer, number, say, table
 from quantwm.errors import UserError
 from quantwm.worlds.base import WorldSpec
@@ -135,6 +135,13 @@ def _of_world(
         sink_tokens=arguments.sink_tokens,
         recent_tokens=arguments.recent_tokens,
         current_tokens=arguments.current_tokens,
+        companions=companion_loads(
+            spec.cache,
+            frames,
+            arguments.sink_tokens // per_frame,
+            arguments.recent_tokens // per_frame,
+            arguments.current_tokens // per_frame,
+        ),
     )
     return load, settings
 

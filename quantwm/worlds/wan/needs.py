@@ -64,14 +64,9 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     """Bytes on the device. item: bytes of a number, 2 on a GPU, 4 on a CPU."""
     spec = entry.spec()
     weights = weights_by_part(entry, item)
-    # The action streams stay BF16 in every format, one window long.
-    beside = sum(
-        stream.bf16_bytes_per_token * stream.tokens_per_frame * (spec.policy.window_frames or 0)
-        for _, stream in spec.cache.companions
-    )
     caches = (
         {
-            lane.name: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes + beside
+            lane.name: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes
             for lane in lanes_for(spec, lanes)
         }
         if lanes
