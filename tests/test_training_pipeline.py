@@ -13,6 +13,7 @@ import torch
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.weights import load_models, read_manifest
+from training.data import FramePool, load_folder
 from training.evaluate import EvaluationConfig
 from training.frames import Recorder, episode_path, load_episode, shrink
 from training.losses import Stage, TransformerTraining
@@ -158,6 +159,20 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
     assert (out / "grid-final.png").is_file()
     stages = [json.loads(line)["stage"] for line in (out / "training-log.jsonl").open()]
     assert stages[0] == "start" and stages[-1] == "done"
+
+
+def test_episodes_of_a_wrong_shape_are_named(tmp_path):
+    frames = np.zeros((8, 96, 128, 3), np.uint8)
+    np.savez(tmp_path / "episode-0000001.npz", frames=frames, keys=np.zeros((8, 6), np.uint8))
+    np.savez(tmp_path / "episode-0000002.npz", frames=frames, keys=np.full((8, 6), 2, np.uint8))
+    (tmp_path / "episode-0000003.npz").write_bytes(b"cut off")
+    pool = FramePool(tmp_path, 4, 8, "cpu")
+    assert pool.load_new() == 1
+    with pytest.raises(UserError, match="1 of the 2 episodes.*episode-0000003.npz cannot be read"):
+        pool.wait_for(2, 0)
+    (tmp_path / "episode-0000003.npz").unlink()
+    with pytest.raises(UserError, match="episode-0000002.npz: keys must be uint8"):
+        load_folder(tmp_path, "cpu")
 
 
 def test_switches_take_one_ingredient_away(tmp_path):

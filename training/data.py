@@ -14,7 +14,7 @@ from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_signed
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import START, as_array, follow
-from training.frames import HEIGHT, WIDTH, load_episode
+from training.frames import HEIGHT, WIDTH, Episode, load_episode
 
 
 class FramePool:
@@ -32,6 +32,7 @@ class FramePool:
         self.keys = torch.zeros(capacity, length, len(KEYS), dtype=torch.uint8, device=device)
         self.poses = torch.zeros(capacity, length, 3, device=device)
         self.count = 0
+        self.problem = ""
         self._folder, self._length = folder, length
         self._seen: set[Path] = set()
         self._stop = threading.Event()
@@ -45,9 +46,13 @@ class FramePool:
             self._seen.add(path)
             try:
                 episode = load_episode(path)
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-                continue  # one damaged file among hundreds must not end an unattended run
-            if episode.frames.shape != tuple(self.frames.shape[1:]):
+            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+                # one damaged file among hundreds must not end an unattended run
+                self.problem = f"; {path.name} cannot be read: {error}"
+                continue
+            problem = episode_problem(episode, tuple(self.frames.shape[1:]))
+            if problem:
+                self.problem = f"; {path.name} was left out: {problem}"
                 continue
             self.frames[self.count].copy_(torch.from_numpy(episode.frames))
             self.keys[self.count].copy_(torch.from_numpy(episode.keys))
@@ -79,7 +84,7 @@ class FramePool:
             if time.monotonic() > end:
                 raise UserError(
                     f"only {self.count} of the {episodes} episodes needed to start came in "
-                    f"{seconds:.0f} s; check that ViZDoom runs: "
+                    f"{seconds:.0f} s{self.problem}; check that ViZDoom runs: "
                     f"python -m training.frames --count 1 --out DIR"
                 )
             time.sleep(0.1)
@@ -96,6 +101,19 @@ class FramePool:
         e = torch.randint(self.count, (count,), generator=generator, device=device)
         t = torch.randint(self._length, (count,), generator=generator, device=device)
         return self.frames[e, t]
+
+
+def episode_problem(episode: Episode, shape: tuple[int, ...]) -> str:
+    """What is wrong with an episode's arrays, or nothing. shape: that its frames must have."""
+    frames, keys = episode.frames, episode.keys
+    if frames.shape != shape or frames.dtype != np.uint8:
+        return f"frames must be uint8 {list(shape)}, got {frames.dtype} {list(frames.shape)}"
+    if keys.shape != (shape[0], len(KEYS)) or keys.dtype != np.uint8 or keys.max() > 1:
+        return (
+            f"keys must be uint8 {[shape[0], len(KEYS)]} of 0 and 1, "
+            f"got {keys.dtype} {list(keys.shape)}"
+        )
+    return ""
 
 
 def reckoned_poses(keys: np.ndarray) -> torch.Tensor:
@@ -152,5 +170,10 @@ def load_folder(folder: Path, device: torch.device | str) -> tuple[torch.Tensor,
     if not paths:
         raise UserError(f"no episodes in {folder}; make them with python -m training.frames")
     episodes = [load_episode(path) for path in paths]
+    shape = (len(episodes[0].frames), HEIGHT, WIDTH, 3)
+    for path, episode in zip(paths, episodes, strict=True):
+        problem = episode_problem(episode, shape)
+        if problem:
+            raise UserError(f"{path}: {problem}")
     frames = torch.from_numpy(np.stack([e.frames for e in episodes])).to(device)
     return frames, torch.from_numpy(np.stack([e.keys for e in episodes])).to(device)

@@ -275,6 +275,7 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
         if time.monotonic() - run.last_save > plan.save_every_minutes * 60:
             save_and_measure(run, state, autoencoder, unseen, plan.check, "grid-latest.png")
 
+    save_models(run.out, plan.world, state.average, autoencoder, run.facts(state))
     run.last_save = time.monotonic()
     train(run, state, latents, after)
     save_and_measure(run, state, autoencoder, unseen, plan.final, "grid-final.png")
