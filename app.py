@@ -9,7 +9,8 @@ import sys
 from typing import NoReturn
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before Gradio is imported: it reads this once
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched and nothing is sent
+# The hub is asked for a world that a person chose to download, and for nothing else.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,6 +28,11 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help="denoising steps; the world's own by default")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--offload", default="auto", help="auto, none, vae or blocks on the CPU")
+    parser.add_argument(
+        "--tile", type=int, default=0, help="latent cells a side decoded at once, 0: all"
+    )
+    parser.add_argument("--downloads", action="store_true", help="visitors may fetch worlds")
     parser.add_argument("--host", default=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"))
     parser.add_argument("--port", default=os.environ.get("GRADIO_SERVER_PORT", "7860"))
     parser.add_argument("--share", action="store_true", help="open Gradio's public tunnel too")

@@ -8,6 +8,11 @@ from app import limits
 from quantwm.errors import UserError
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a page that is served there."""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
 def check_port(host: str, text: str) -> int:
     """The port as a number.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from quantwm.engine_types import BlockResult, EngineLike
-from quantwm.worlds.base import Scene, WorldSpec
+from quantwm.worlds.base import Scene, Script, WorldSpec
 
 Progress = Callable[[str, float], None]
 """Called with the name of a loading stage and how far it is, 0 to 1."""
@@ -33,8 +33,41 @@ class LaneChoice:
 
 
 @dataclass(frozen=True)
+class WorldCard:
+    """One world in the picker.
+
+    Attributes:
+        name, title, note: for people. licence, source: of its weights.
+        terms: what a person agrees to before a download, "" where the licence is free.
+        weight_bytes: of the files. needed, capacity: bytes on the device with the proposed lanes,
+            and the device's own, None when unknown.
+        present: whether the files are here; problem: one line that says what is missing.
+        advice: what would fit, one line, None where everything does.
+        lanes: those that fit.
+    """
+
+    name: str
+    title: str
+    note: str
+    licence: str
+    source: str
+    terms: str
+    weight_bytes: int
+    needed: int
+    capacity: int | None
+    present: bool
+    problem: str | None
+    advice: str | None
+    lanes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Catalogue:
-    """Everything the page shows before a world is loaded."""
+    """Everything the page shows before a world is loaded.
+
+    scene: None for a world without start scenes. prompts: to begin with, the world's own first;
+    empty where it takes none. scripts: actions that can be played.
+    """
 
     world: WorldSpec
     scenes: Sequence[Scene]
@@ -42,22 +75,28 @@ class Catalogue:
     chosen: tuple[str, ...]
     steps: int
     seed: int
-    scene: str
+    scene: str | None
     device: str
     accepts_picture: bool = True
+    prompts: tuple[str, ...] = ()
+    scripts: Sequence[Script] = ()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked choices of a visitor. `picture` numbers an uploaded start picture of the session."""
+    """Checked choices of a visitor. `picture` numbers an uploaded start picture of the session;
+    `script` names actions that are played while no key is held."""
 
-    scene: str
+    scene: str | None
     seed: int
     lanes: tuple[str, ...]
     mode: str
     steps: int
     speed: float
     picture: int | None = None
+    world: str = ""
+    prompt: str = ""
+    script: str | None = None
 
 
 class Recording(Protocol):
@@ -68,14 +107,34 @@ class Recording(Protocol):
 
     def write(self, block: BlockResult) -> None: ...
 
+    def copy_to(self, folder: Path) -> None:
+        """A whole recording of what there is so far, in an empty folder; UserError without room."""
+        ...
+
     def close(self) -> None: ...
 
 
 class Backend(Protocol):
     """The one place behind the page that knows worlds, devices and kernels."""
 
-    def catalogue(self) -> Catalogue:
-        """Cheap: nothing is loaded."""
+    def worlds(self) -> Sequence[WorldCard]:
+        """All worlds, the proposed one first. Cheap: nothing is loaded."""
+        ...
+
+    def catalogue(self, world: str = "") -> Catalogue:
+        """Of a world, "" for the proposed one. Cheap. UserError on an unknown name."""
+        ...
+
+    def fits_beside(self, world: str) -> bool:
+        """Whether a world may be loaded while the one in memory is driven."""
+        ...
+
+    def load(self, world: str, progress: Progress) -> None:
+        """Put a world in the place of the one in memory; UserError leaves that one usable."""
+        ...
+
+    def download(self, world: str, agreed: bool, progress: Progress) -> None:
+        """Fetch a world's files; returns when they are here."""
         ...
 
     def open(
@@ -98,6 +157,9 @@ LANES: Mapping[str, LaneChoice] = {
         LaneChoice("qvg", "qvg", "QVG", "2-bit, ternary residual"),
         LaneChoice("quantwm", "quantwm", "QuantWM", "2-bit, query-aware"),
         LaneChoice("qtc", "qtc", "QTC", "2.4-bit, transform code"),
+        LaneChoice("kivi", "kivi", "KIVI", "2-bit, by channel and token"),
+        LaneChoice("rtn", "rtn", "RTN", "2-bit, nearest level"),
+        LaneChoice("qvg-pro", "qvg-pro", "QVG Pro", "four residual stages"),
     )
 }
 """Words for the lanes that the library may offer."""

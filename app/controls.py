@@ -21,8 +21,9 @@ from app import limits
 from quantwm.errors import UserError
 
 _HEAD = Struct("<II")
-SLOT_BYTES = 4096
-"""One page of memory; a snapshot with its settings is below 1,000 bytes."""
+SLOT_BYTES = 32_768
+"""A snapshot with its settings is below 1,000 bytes, and a prompt of 4,000 characters may take
+24,000 more as JSON."""
 
 CODE_TO_KEY = {
     "KeyW": ("w", "up"),
@@ -60,7 +61,8 @@ class ControlSnapshot:
         seq: grows with every message; an older one is dropped.
         keys: names of the keys held.
         run: the world should advance by itself.
-        steps, resets, flushes: how often Single step, Reset and Download were pressed, ever.
+        steps, resets, flushes, prompts: how often Single step, Reset, Download and Use this prompt
+            were pressed, ever.
         stop: the page gives the world back.
         ack: index of the newest block that was drawn, -1 before the first.
         sent_ms: the page's clock, echoed with the block that obeyed this snapshot.
@@ -76,6 +78,7 @@ class ControlSnapshot:
     steps: int = 0
     resets: int = 0
     flushes: int = 0
+    prompts: int = 0
     stop: bool = False
     ack: int = -1
     sent_ms: float = 0.0
@@ -117,6 +120,7 @@ def parse_snapshot(payload: object, known_keys: Mapping[str, str]) -> ControlSna
         steps=whole(payload.get("steps", 0), "steps", 0, 2**31),
         resets=whole(payload.get("resets", 0), "resets", 0, 2**31),
         flushes=whole(payload.get("flushes", 0), "flushes", 0, 2**31),
+        prompts=whole(payload.get("prompts", 0), "prompts", 0, 2**31),
         stop=flag(payload.get("stop", False), "stop"),
         ack=whole(payload.get("ack", -1), "ack", -1, 2**31),
         sent_ms=number(payload.get("t", 0.0), "t", 0.0, 2**53),
@@ -167,8 +171,11 @@ class Board:
 
     def write(self, slot: int, record: Mapping[str, object]) -> None:
         body = json.dumps(record, separators=(",", ":")).encode()
-        if len(body) > SLOT_BYTES - _HEAD.size:
-            raise UserError(f"a control message has {len(body):,} bytes; at most 4,000 are taken")
+        room = SLOT_BYTES - _HEAD.size
+        if len(body) > room:
+            raise UserError(
+                f"a control message has {len(body):,} bytes; at most {room:,} are taken"
+            )
         start = self._start(slot)
         with self._lock:
             self._map[start + _HEAD.size : start + _HEAD.size + len(body)] = body

@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
+from typing import Protocol
 
 from app import limits, wire
 from app.backend import MODES, Backend, Catalogue, Settings
 from app.controls import number, parse_snapshot, whole
+from app.downloads import Downloads
 from app.files import read_upload
 from app.inspector.probe import Prober
 from app.runner import Runner
@@ -53,10 +55,6 @@ def parse_settings(raw: object, catalogue: Catalogue) -> Settings:
     """
     if not isinstance(raw, Mapping):
         raise UserError("the settings are missing; reload the page")
-    scenes = [scene.name for scene in catalogue.scenes]
-    scene = raw.get("scene", catalogue.scene)
-    if scene not in scenes:
-        raise UserError(f"unknown scene {str(scene)[:40]!r}; choose one of {', '.join(scenes)}")
     lanes = raw.get("lanes", list(catalogue.chosen))
     offered = [lane.name for lane in catalogue.lanes]
     if not isinstance(lanes, list) or not lanes or len(lanes) > limits.MAX_LANES:
@@ -70,7 +68,7 @@ def parse_settings(raw: object, catalogue: Catalogue) -> Settings:
         raise UserError("teacher-forced mode needs the BF16 cache; tick it or choose free-running")
     picture = raw.get("picture")
     return Settings(
-        scene=str(scene),
+        scene=_one_of(raw.get("scene", catalogue.scene), catalogue.scenes, "scene"),
         seed=whole(raw.get("seed", catalogue.seed), "the seed", 0, limits.MAX_SEED),
         lanes=tuple(name for name in offered if name in lanes),
         mode=str(mode),
@@ -79,7 +77,47 @@ def parse_settings(raw: object, catalogue: Catalogue) -> Settings:
         ),
         speed=number(raw.get("speed", 1.0), "the speed", 0.0, limits.MAX_SPEED),
         picture=None if picture is None else whole(picture, "the picture", 1, limits.MAX_PICTURES),
+        world=catalogue.world.name,
+        prompt=checked_prompt(raw.get("prompt", ""), catalogue),
+        script=_one_of(raw.get("script"), catalogue.scripts, "script"),
     )
+
+
+def _one_of(name: object, offered: Sequence[Named], what: str) -> str | None:
+    """A name that is offered; None where nothing is chosen, or nothing is to be had."""
+    names = [one.name for one in offered]
+    if (name is None and what == "script") or (not names and name is None):
+        return None
+    if name not in names:
+        listed = ", ".join(names) or "none here"
+        raise UserError(f"unknown {what} {str(name)[:40]!r}; choose one of {listed}")
+    return str(name)
+
+
+def checked_prompt(prompt: object, catalogue: Catalogue) -> str:
+    """A prompt as typed; an empty one means the world's own. UserError on what cannot be one."""
+    if not isinstance(prompt, str):
+        raise UserError(f"the prompt must be text, got {type(prompt).__name__}")
+    if prompt.strip() and not catalogue.prompts:
+        raise UserError(f"{catalogue.world.name} takes no prompt; leave it empty")
+    if len(prompt) > limits.MAX_PROMPT_CHARACTERS:
+        raise UserError(
+            f"a prompt has at most {limits.MAX_PROMPT_CHARACTERS:,} characters, "
+            f"got {len(prompt):,}: shorten it"
+        )
+    if (
+        prompt
+        and not prompt.isprintable()
+        and any(ord(c) < 32 and c not in "\n\t\r" for c in prompt)
+    ):
+        raise UserError("the prompt holds control characters; type it again")
+    return prompt.strip()
+
+
+class Named(Protocol):
+    """What is chosen by name."""
+
+    name: str
 
 
 class Handlers:
@@ -90,6 +128,7 @@ class Handlers:
         self.backend = backend
         self.sessions = sessions
         self.uploads = uploads
+        self.downloads = Downloads(backend.download)
 
     def hello(self, session_hash: str) -> str:
         """First message of a page: its token and what there is to choose."""
@@ -107,9 +146,11 @@ class Handlers:
         """Store a snapshot of the controls; the answer says how loading and the line stand."""
         session = self._session(payload)
         fields = payload if isinstance(payload, Mapping) else {}
-        snapshot = parse_snapshot(payload, self.backend.catalogue().world.keys)
-        if fields.get("settings") is not None:
-            parse_settings(fields["settings"], self.backend.catalogue())
+        settings = fields.get("settings")
+        catalogue = self._catalogue(settings)
+        snapshot = parse_snapshot(payload, catalogue.world.keys)
+        if settings is not None:
+            parse_settings(settings, catalogue)
         fresh = self.sessions.desk.submit(session.slot, snapshot)
         return {
             "fresh": fresh,
@@ -121,7 +162,7 @@ class Handlers:
     def join(self, payload: object) -> dict[str, object]:
         """Stand in line for the world with settings that are right."""
         session = self._session(payload)
-        parse_settings(payload.get("settings"), self.backend.catalogue())
+        self._settings(payload)
         return {"place": self.sessions.join(session.token)}
 
     @answer
@@ -134,7 +175,8 @@ class Handlers:
         """Check an uploaded start picture or video and keep it for this session."""
         session = self._session(payload)
         path = payload.get("path")
-        picture = read_upload(path, self.uploads, self.backend.catalogue().world.context_frames)
+        frames = self._catalogue(payload.get("settings")).world.context_frames
+        picture = read_upload(path, self.uploads, max(frames, 1))
         Path(path).unlink(missing_ok=True)
         number_kept = session.folder.save_picture(picture)
         shown = picture[-1] if picture.ndim == 4 else picture  # where a video leaves off
@@ -142,7 +184,7 @@ class Handlers:
 
     @answer
     def download(self, payload: object) -> dict[str, object]:
-        """Pack the newest recording; the driving loop has been asked to close it (`flushes`)."""
+        """Pack the newest recording; the driving loop has been asked for a copy (`flushes`)."""
         session = self._session(payload)
         flushes = whole(payload.get("flushes", 0), "flushes", 0, 2**31)
         deadline = time.monotonic() + limits.FLUSH_SECONDS
@@ -163,8 +205,39 @@ class Handlers:
     def check(self, payload: object) -> dict[str, object]:
         """Whether Reset may use these settings."""
         self._session(payload)
-        parse_settings(payload.get("settings"), self.backend.catalogue())
+        self._settings(payload)
         return {}
+
+    @answer
+    def worlds(self, payload: object) -> dict[str, object]:
+        """All worlds, what is here of them, and the download that is under way."""
+        self._session(payload)
+        cards = [wire.card_fields(card) for card in self.backend.worlds()]
+        return {"worlds": cards, "download": self.downloads.state()}
+
+    @answer
+    def world(self, payload: object) -> dict[str, object]:
+        """Everything there is to choose in one world."""
+        session = self._session(payload)
+        name = payload.get("world")
+        if not isinstance(name, str) or not name:
+            raise UserError("name the world to look at")
+        catalogue = self.backend.catalogue(name)
+        return {"hello": wire.hello_fields(catalogue, session.token, ())}
+
+    @answer
+    def fetch(self, payload: object) -> dict[str, object]:
+        """Start downloading a world whose terms the visitor has agreed to."""
+        self._session(payload)
+        name = payload.get("world")
+        card = next((c for c in self.backend.worlds() if c.name == name), None)
+        if card is None:
+            raise UserError(f"unknown world {str(name)[:40]!r}; choose one of the list")
+        agreed = payload.get("agreed") is True
+        if card.terms and not agreed:
+            raise UserError(f"{card.title} is downloaded only after its licence is agreed to")
+        self.downloads.start(card.name, agreed)
+        return {"download": self.downloads.state()}
 
     def drive(self, payload: object) -> Iterator[str]:
         """One turn: messages until it is over. Ends cleanly on any mistake and frees the world.
@@ -177,7 +250,7 @@ class Handlers:
             ticket = whole(payload.get("ticket"), "ticket", 0, 2**31)
             if self.sessions.place(session.token) is None:
                 return
-            settings = parse_settings(payload.get("settings"), self.backend.catalogue())
+            settings = self._settings(payload)
             with self.sessions.hold(session.token):
                 yield from self._runner(session, ticket).messages(settings)
         except UserError as error:
@@ -186,7 +259,6 @@ class Handlers:
             yield wire.message("error", drive=ticket, message=_logged())
 
     def _runner(self, session: Session, ticket: int) -> Runner:
-        catalogue = self.backend.catalogue()
         return Runner(
             self.backend,
             self.sessions.desk,
@@ -195,10 +267,21 @@ class Handlers:
             session.folder,
             alive=lambda: self.sessions.alive(session.token),
             wanted=self.sessions.wanted,
-            check=lambda raw: parse_settings(raw, catalogue),
+            check=lambda raw: parse_settings(raw, self._catalogue(raw)),
             ticket=ticket,
             prober=Prober(self.sessions.probes, session.slot, session.folder.path),
         )
+
+    def _catalogue(self, settings: object) -> Catalogue:
+        """Of the world that the settings name, or of the proposed one."""
+        name = settings.get("world") if isinstance(settings, Mapping) else None
+        if name is not None and not isinstance(name, str):
+            raise UserError(f"the world must be a name, got {type(name).__name__}")
+        return self.backend.catalogue(name or "")
+
+    def _settings(self, payload: Mapping[str, object]) -> Settings:
+        raw = payload.get("settings")
+        return parse_settings(raw, self._catalogue(raw))
 
     def _session(self, payload: object) -> Session:
         if not isinstance(payload, Mapping):

@@ -1,4 +1,4 @@
-"""The real backend: a world of the library, loaded once and shared by all visitors.
+"""The real backend: worlds of the library, one loaded at a time and shared by all visitors.
 
 This is the only file of the page that asks the library to load or run something; which device and
 which kernels is the library's decision.
@@ -7,6 +7,7 @@ which kernels is the library's decision.
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,27 +15,33 @@ import numpy as np
 import torch
 
 from app import limits
-from app.backend import LANES, Catalogue, LaneChoice, Progress, Settings
+from app.address import is_loopback
+from app.backend import Catalogue, Progress, Settings, WorldCard
 from app.controls import whole
+from app.offers import WorldOffers
 from app.one_thread import OneThread, PinnedEngine
 from quantwm.cli.common import names, pick_device
 from quantwm.describe import session_info
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
+from quantwm.memory import free_bytes
 from quantwm.session import SessionWriter
 from quantwm.token_selection import QueryWatch, watched_layers
 from quantwm.video import fit, has_pyav
-from quantwm.worlds.base import World
-from quantwm.worlds.registry import load_world, world_scenes, world_spec
+from quantwm.worlds.base import World, WorldSpec
+from quantwm.worlds.registry import Placement, download_world, load_world
+from quantwm.worlds.room import world_room
 
 
 class LibraryBackend:
-    """Backend over one world.
+    """Backend over the library's worlds, one of them in memory at a time.
 
     Args:
-        world: a name that the library knows. lanes: names of formats, the first choice of lanes.
+        world: the one that the page proposes. lanes: names of formats, the first choice of lanes.
         device: where it runs. scene, seed, steps: what the page proposes; None takes the world's.
+        placement: what of a large world waits on the CPU. downloads: whether visitors may fetch
+            worlds onto this machine.
 
     Raises:
         UserError: unknown world, lane or scene; nothing is loaded to find out.
@@ -49,37 +56,63 @@ class LibraryBackend:
         scene: str | None = None,
         seed: int = 0,
         steps: int | None = None,
+        placement: Placement | None = None,
+        downloads: bool = True,
     ) -> None:
-        spec = world_spec(world)
-        lanes_for(spec, lanes)
-        scenes = tuple(world_scenes(world))
-        known = [known.name for known in scenes]
-        if not known:
-            raise UserError(_why_no_scenes(world))
-        if scene is not None and scene not in known:
-            raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
-        offered = [*lanes, *(name for name in spec.format_settings if name not in lanes)]
-        self._device = device
+        self.downloads = downloads
+        self._device, self._placement = device, placement or Placement()
         self._thread = OneThread()
         self._world: World | None = None
-        self._catalogue = Catalogue(
-            world=spec,
-            scenes=scenes,
-            lanes=[LANES.get(name, LaneChoice(name, name, name, "")) for name in offered],
-            chosen=tuple(lanes),
-            steps=spec.default_steps[device.type] if steps is None else steps,
-            seed=seed,
-            scene=known[0] if scene is None else scene,
-            device=str(device),
-        )
+        self._offers = WorldOffers(world, tuple(lanes), device, scene=scene, seed=seed, steps=steps)
 
-    def catalogue(self) -> Catalogue:
-        return self._catalogue
+    def worlds(self) -> Sequence[WorldCard]:
+        return self._offers.cards()
+
+    def catalogue(self, world: str = "") -> Catalogue:
+        return self._offers.catalogue(world)
+
+    def fits_beside(self, world: str) -> bool:
+        """Whether the free memory takes the world's weights and its leanest lane."""
+        free = free_bytes(self._device)
+        lanes = self._offers.catalogue(world).chosen
+        room = world_room(world, lanes, self._device)
+        return free is None or room.weights + min(room.caches.values()) <= free
+
+    def load(self, world: str, progress: Progress) -> None:
+        self._thread.run(lambda: self._load(world, progress))
+
+    def _load(self, world: str, progress: Progress) -> World:
+        """The world in memory. A failure leaves the one before, unless it had to make room."""
+        if self._world is not None and self._world.spec.name == world:
+            return self._world
+        spec = self._offers.catalogue(world).world
+        if self._world is not None and not self.fits_beside(spec.name):
+            self._forget()
+        placement = None if spec.name == "embedded" else self._placement
+        loaded = load_world(spec.name, self._device, progress, placement=placement)
+        self._forget()
+        self._world = loaded
+        return loaded
+
+    def _forget(self) -> None:
+        self._world = None
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def download(self, world: str, agreed: bool, progress: Progress) -> None:
+        if not self.downloads:
+            raise UserError(
+                "this server fetches no worlds for visitors; its owner starts it with --downloads"
+            )
+        download_world(world, agreed, progress)
+        self._offers.forget()
 
     def open(
         self, settings: Settings, picture: np.ndarray | None, progress: Progress
     ) -> PinnedEngine:
-        watch = QueryWatch(watched_layers(self._catalogue.world.cache))
+        catalogue = self._offers.catalogue(settings.world)
+        watch = QueryWatch(watched_layers(catalogue.world.cache))
         inner = self._thread.run(lambda: self._open(settings, picture, progress, watch))
         return PinnedEngine(inner, self._thread, watch)
 
@@ -90,46 +123,35 @@ class LibraryBackend:
         progress: Progress,
         watch: QueryWatch,
     ) -> Engine:
-        spec = self._catalogue.world
-        if self._world is None:
-            self._world = load_world(
-                spec.name, self._device, lambda stage, share: progress(stage, 0.7 * share)
-            )
-        progress("Setting up the caches", 0.7)
-        engine = Engine(
-            self._world,
+        catalogue = self._offers.catalogue(settings.world)
+        world, spec = self._load(catalogue.world.name, progress), catalogue.world
+        progress("Setting up the caches", 0.0)
+        if hasattr(world, "report"):
+            world.report = progress
+        return Engine(
+            world,
             lanes_for(spec, settings.lanes),
             seed=settings.seed,
             scene=settings.scene if picture is None else None,
-            image=None if picture is None else self._fitted(picture),
+            image=None if picture is None else self._fitted(picture, spec),
+            prompt=settings.prompt,
             mode=settings.mode,
             steps=settings.steps,
             watch=watch,
         )
-        progress("Dreaming the first pictures", 0.85)
-        return engine
 
     def record(
         self, folder: Path, settings: Settings, picture: np.ndarray | None, engine: PinnedEngine
     ) -> SessionWriter:
-        start = None if picture is None else self._fitted(picture)
-        return SessionWriter(
-            folder, session_info(engine.inner), video=has_pyav(), start_picture=start
-        )
+        spec = self._offers.catalogue(settings.world).world
+        start = None if picture is None else self._fitted(picture, spec)
+        info = self._thread.run(lambda: session_info(engine.inner))
+        return SessionWriter(folder, info, video=has_pyav(), start_picture=start)
 
-    def _fitted(self, picture: np.ndarray) -> np.ndarray:
+    def _fitted(self, picture: np.ndarray, spec: WorldSpec) -> np.ndarray:
         """uint8 [H, W, 3] or [T, H, W, 3] -> uint8 [T, h, w, 3] at the world's size."""
         frames = picture if picture.ndim == 4 else picture[None]
-        return np.stack([fit(frame, self._catalogue.world.video_size) for frame in frames])
-
-
-def _why_no_scenes(world: str) -> str:
-    if world == "embedded":
-        return "assets/scenes is empty; fetch the repository whole"
-    return (
-        f"the page drives the world embedded; {world} needs published weights that do not come "
-        "with the repository (docs/models.md)"
-    )
+        return np.stack([fit(frame, spec.video_size) for frame in frames])
 
 
 def make_backend(flags: argparse.Namespace) -> LibraryBackend:
@@ -147,4 +169,6 @@ def make_backend(flags: argparse.Namespace) -> LibraryBackend:
         steps=None
         if flags.steps is None
         else whole(flags.steps, "--steps", 1, limits.MAX_DENOISING_STEPS),
+        placement=Placement(flags.offload, whole(flags.tile, "--tile", 0, 1024)),
+        downloads=flags.downloads or (is_loopback(flags.host) and not flags.share),
     )

@@ -46,6 +46,9 @@ IDLE_POLL_SECONDS = 0.01
 MAX_CHUNKS = 4_000
 """Chunks of one run; the frame numbers stay far below 16 bits and a forgotten page ends."""
 
+MAX_STAGES = 8
+"""Loading stages that are shown; the largest world has seven."""
+
 MAX_STEPS_BEHIND = 4
 """Single steps that may be asked for ahead; more presses than that are dropped."""
 
@@ -61,6 +64,9 @@ MAX_DENOISING_STEPS = 32
 
 MAX_LANES = 4
 """Panels that still fit side by side."""
+
+MAX_PROMPT_CHARACTERS = 4_000
+"""Twice what any encoder reads (512 tokens); UMT5's own check has the same number."""
 
 MAX_SPEED = 8.0
 """Times natural speed; 0 means as fast as it goes."""

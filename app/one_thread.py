@@ -52,6 +52,9 @@ class PinnedEngine:
     def step(self, action: ChunkAction) -> BlockResult:
         return self._thread.run(lambda: self.inner.step(action))
 
+    def change_prompt(self, prompt: str) -> None:
+        self._thread.run(lambda: self.inner.change_prompt(prompt))
+
     def explain(self) -> str:
         return self.inner.explain()
 

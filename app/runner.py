@@ -6,8 +6,10 @@ through the shared boards and yields nothing but text.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -17,10 +19,11 @@ from app.controls import Board, ControlDesk, ControlSnapshot
 from app.files import SessionFolder
 from app.inspector.probe import Prober
 from app.inspector.ring import RingWriter, ring_shape
+from quantwm.actions import parse_actions
 from quantwm.engine_types import BlockResult, EngineLike
 from quantwm.errors import UserError
 from quantwm.metrics import psnr_pooled
-from quantwm.worlds.base import ChunkAction
+from quantwm.worlds.base import ChunkAction, WorldSpec
 
 IDENTICAL_DB = 99.0
 """Stands for the infinite PSNR of identical pictures, which JSON cannot carry."""
@@ -56,9 +59,14 @@ class Runner:
         self._stepped = 0
         self._consumed = -1
         self._engine: EngineLike | None = None
+        self._settings: Settings | None = None
+        self._world: WorldSpec | None = None
+        self._script: list[ChunkAction] = []
+        self._resets = self._prompts = 0
         self._prober = prober
         self._ring: RingWriter | None = None
         self._recording: Recording | None = None
+        self._copied: Path | None = None
         self._recorded = 0
         self._state: dict[str, object] = {}
 
@@ -66,29 +74,62 @@ class Runner:
         """Run after run (a reset starts the next) until it is over; the last message says why."""
         began = time.monotonic()
         first = self._desk.newest(self._slot)
-        resets = first.resets
+        self._resets, self._prompts = first.resets, first.prompts
         self._report(flushed=first.flushes)
         try:
+            yield from self._start(settings)
             while True:
-                yield from self._start(settings)
-                why = yield from self._drive(settings, began, resets)
-                self._release()
+                why = yield from self._drive(began)
                 if why is not None:
                     break
                 newest = self._desk.newest(self._slot)
-                resets = newest.resets
-                settings = self._check(newest.settings)
+                self._resets = newest.resets
+                yield from self._restart(self._check(newest.settings))
+            self._release()
             self._report(stage="", progress=0.0)
             yield self._say("ended", message=why)
         finally:
             self._release()
 
+    def _restart(self, settings: Settings) -> Iterator[str]:
+        """The next run. Where another world cannot be had, the one before goes on.
+
+        It is driven on as it was where both fit into memory while the new one was loaded;
+        otherwise it starts again from its own start. Recordings are closed and kept either way.
+        """
+        before = self._settings
+        if settings.world == before.world:
+            self._release()
+            yield from self._start(settings)
+            return
+        try:
+            if not self._backend.fits_beside(settings.world):
+                self._release()
+            self._new_stages()
+            self._backend.load(settings.world, self._progress)
+            self._release()
+            yield from self._start(settings)
+        except UserError as error:
+            yield self._say("notice", message=str(error), world=before.world)
+            self._report(stage="", progress=1.0)
+            if self._engine is None:
+                yield from self._start(before)
+
     def _start(self, settings: Settings) -> Iterator[str]:
         picture = self._picture(settings)
-        self._report(stage="Opening the world", progress=0.0)
+        self._new_stages()
+        self._progress("Opening the world", 0.0)
         self._engine = self._backend.open(settings, picture, self._progress)
-        self._report(stage="Walking into the scene", progress=0.9)
-        block = self._engine.start()
+        try:
+            self._progress("Walking into the scene", 0.0)
+            block = self._engine.start()
+        except BaseException:
+            self._engine.close()  # a run that never began is not what goes on
+            self._engine = None
+            raise
+        self._settings = settings
+        self._world = self._backend.catalogue(settings.world).world
+        self._script = self._played(settings)
         self._record_new(settings, picture)
         self._ring_new(settings, block)
         newest = self._desk.newest(self._slot)
@@ -98,9 +139,9 @@ class Runner:
         run = {"kernels": self._engine.explain(), "seed": settings.seed}
         yield self._block(block, newest, run=run)
 
-    def _drive(self, settings: Settings, began: float, resets: int) -> Iterator[str]:
+    def _drive(self, began: float) -> Iterator[str]:
         """Chunks until a reset (None) or an end (its reason)."""
-        world = self._backend.catalogue().world
+        world, settings = self._world, self._settings
         chunk = world.cache.frames_per_chunk
         period = chunk * world.frames_per_latent / world.fps
         due = touched = time.monotonic()
@@ -110,8 +151,10 @@ class Runner:
                 control = self._desk.newest(self._slot)
                 self._flush(control)
                 self._prober.serve(self._engine)
-                if control.resets > resets:
+                if control.resets > self._resets:
                     return None
+                if control.prompts > self._prompts:
+                    yield from self._switch_prompt(control)
                 stepping = control.steps > self._stepped
                 if control.run or stepping:
                     touched = now
@@ -127,9 +170,43 @@ class Runner:
                 ahead = min(control.steps - self._stepped, limits.MAX_STEPS_BEHIND)
                 self._stepped = control.steps - ahead + 1
             due = now + (period / settings.speed if settings.speed > 0 else 0.0)
-            block = self._engine.step(ChunkAction.held(keys, chunk))
+            block = self._engine.step(self._action(keys & world.keys.keys(), chunk))
             yield self._block(block, control)
         return f"this run reached {limits.MAX_CHUNKS:,} chunks; press Drive to start another"
+
+    def _action(self, keys: frozenset[str], chunk: int) -> ChunkAction:
+        """Keys that are held win; otherwise the script goes on, once through."""
+        if keys or not self._script:
+            return ChunkAction.held(keys, chunk)
+        action = self._script.pop(0)
+        self._report(script=len(self._script))
+        return action
+
+    def _played(self, settings: Settings) -> list[ChunkAction]:
+        """The chunks of the chosen script."""
+        scripts = self._backend.catalogue(settings.world).scripts
+        chosen = next((one for one in scripts if one.name == settings.script), None)
+        if chosen is None:
+            return []
+        spec = self._world
+        return list(parse_actions(chosen.actions, spec.keys, spec.cache.frames_per_chunk))
+
+    def _switch_prompt(self, control: ControlSnapshot) -> Iterator[str]:
+        """Another prompt for the run that goes on; a mistake leaves the one before."""
+        self._prompts = control.prompts
+        wanted = self._check(control.settings).prompt
+        self._new_stages()
+        try:
+            if not wanted:
+                raise UserError("the prompt is empty: describe what should be seen")
+            self._engine.change_prompt(wanted)
+        except UserError as error:
+            yield self._say("notice", message=str(error), world=self._world.name)
+        else:
+            yield self._say("notice", message="The prompt is in use from the next chunk on",
+                            world=self._world.name, good=True)  # fmt: skip
+        finally:
+            self._report(stage="", progress=1.0)
 
     def _over(self, control: ControlSnapshot, now: float, turn: float, idle: float) -> str | None:
         """Why the turn ends now, or None."""
@@ -170,8 +247,15 @@ class Runner:
     def _picture(self, settings: Settings) -> np.ndarray | None:
         return self._folder.picture(settings.picture) if settings.picture is not None else None
 
+    def _new_stages(self) -> None:
+        self._report(stages=[])
+
     def _progress(self, stage: str, progress: float) -> None:
-        self._report(stage=stage, progress=min(max(progress, 0.0), 1.0))
+        """One named bar per stage; a new stage means that the one before is done."""
+        share = min(max(progress, 0.0), 1.0)
+        stages = [[name, done] for name, done in self._state.get("stages", []) if name != stage]
+        stages = [[name, 1.0] for name, _ in stages][-limits.MAX_STAGES :]
+        self._report(stage=stage, progress=share, stages=[*stages, [stage, round(share, 3)]])
 
     def _report(self, **fields: object) -> None:
         self._state.update(fields)
@@ -186,7 +270,7 @@ class Runner:
         self._report(recording=True, unrecorded="")
 
     def _ring_new(self, settings: Settings, block: BlockResult) -> None:
-        world = self._backend.catalogue().world
+        world = self._world
         height, width = block.lanes[0].frames.shape[1:3]
         lanes = tuple(lane.name for lane in block.lanes)
         piece = world.cache.frames_per_chunk * world.frames_per_latent
@@ -200,7 +284,7 @@ class Runner:
 
     def _remember(self, block: BlockResult) -> None:
         """For the inspector: raw frames of the last minute, and what they show."""
-        world = self._backend.catalogue().world
+        world = self._world
         self._prober.note(block, world.cache.frames_per_chunk, world.frames_per_latent)
         if self._ring is not None:
             self._ring.push(block)
@@ -218,8 +302,25 @@ class Runner:
 
     def _flush(self, control: ControlSnapshot) -> None:
         if control.flushes > int(self._state.get("flushed", 0)):
-            self._end_recording("the recording was packed; Reset records a new run")
+            self._copy_recording()
             self._report(flushed=control.flushes)
+
+    def _copy_recording(self) -> None:
+        """A whole session of what there is, for Download, beside the recording, which goes on.
+
+        It is the newest folder until the recording is closed. Only the last copy is kept. Where it
+        cannot be made, the recording ends and is what is packed.
+        """
+        if self._recording is None:
+            return
+        if self._copied is not None:
+            shutil.rmtree(self._copied, ignore_errors=True)
+        self._copied = self._folder.recording()
+        try:
+            self._recording.copy_to(self._copied)
+        except UserError as error:
+            shutil.rmtree(self._copied, ignore_errors=True)
+            self._end_recording(f"{error}; the recording was ended and packed")
 
     def _end_recording(self, why: str) -> None:
         recording, self._recording = self._recording, None

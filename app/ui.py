@@ -23,7 +23,7 @@ from app.sessions import SessionManager
 from app.stage import make_stage
 from app.theme import make_head, make_theme
 
-TITLE = "QuantWM - one world, three caches"
+TITLE = "QuantWM - one world, several caches"
 
 
 def uploads_folder() -> Path:
@@ -58,6 +58,9 @@ def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
                 handlers.leave,
                 handlers.picture,
                 handlers.download,
+                handlers.worlds,
+                handlers.world,
+                handlers.fetch,
             ],
         )
         demo.load(hello, None, stage, queue=False, show_progress="hidden", api_visibility="private")

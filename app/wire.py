@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from app import limits
-from app.backend import MODES, Catalogue
+from app.backend import MODES, Catalogue, WorldCard
 from app.controls import ControlSnapshot, bind_keys
 from quantwm.engine_types import BlockResult, LaneResult, MemoryReading
 
@@ -76,13 +76,24 @@ def block_fields(
     }
 
 
-def hello_message(catalogue: Catalogue, token: str | None) -> str:
+def hello_message(catalogue: Catalogue, token: str | None, worlds: Sequence[WorldCard] = ()) -> str:
     """What the page shows before anything is loaded; `token` is null in the page's own HTML."""
+    return message("hello", **hello_fields(catalogue, token, worlds))
+
+
+def card_fields(card: WorldCard) -> dict[str, object]:
+    """One world of the picker."""
+    return {**vars(card), "lanes": list(card.lanes)}
+
+
+def hello_fields(
+    catalogue: Catalogue, token: str | None, worlds: Sequence[WorldCard]
+) -> dict[str, object]:
+    """What there is to choose: the worlds, and everything of the one that is shown."""
     world = catalogue.world
-    return message(
-        "hello",
-        session=token,
-        world={
+    return {
+        "session": token,
+        "world": {
             "name": world.name,
             "title": world.title,
             "licence": world.licence,
@@ -90,31 +101,36 @@ def hello_message(catalogue: Catalogue, token: str | None) -> str:
             "fps": world.fps,
             "chunk": world.cache.frames_per_chunk * world.frames_per_latent,
         },
-        device=catalogue.device,
-        keys=bind_keys(world.keys),
-        legend=dict(world.keys),
-        scenes=[
+        "device": catalogue.device,
+        "keys": bind_keys(world.keys),
+        "legend": dict(world.keys),
+        "scenes": [
             {"name": s.name, "title": s.title, "picture": _thumbnail(s.thumbnail)}
             for s in catalogue.scenes
         ],
-        lanes=[vars(lane) for lane in catalogue.lanes],
-        modes=MODES,
-        upload=catalogue.accepts_picture,
-        defaults={
+        "lanes": [vars(lane) for lane in catalogue.lanes],
+        "modes": MODES,
+        "upload": catalogue.accepts_picture,
+        "prompts": list(catalogue.prompts),
+        "scripts": [{"name": s.name, "title": s.title} for s in catalogue.scripts],
+        "worlds": [card_fields(card) for card in worlds],
+        "defaults": {
             "scene": catalogue.scene,
             "seed": catalogue.seed,
             "lanes": list(catalogue.chosen),
             "mode": "free",
             "steps": catalogue.steps,
             "speed": 1,
+            "script": None,
         },
-        limits={
+        "limits": {
             "seed": limits.MAX_SEED,
             "steps": limits.MAX_DENOISING_STEPS,
             "lanes": limits.MAX_LANES,
             "upload": limits.MAX_UPLOAD_BYTES,
+            "prompt": limits.MAX_PROMPT_CHARACTERS,
         },
-    )
+    }
 
 
 def _lane(lane: LaneResult, psnr: float | None) -> dict[str, object]:

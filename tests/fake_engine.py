@@ -9,16 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from app.backend import LANES, Catalogue, Progress, Settings
+from app.backend import LANES, Catalogue, Progress, Settings, WorldCard
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult, MemoryReading
 from quantwm.errors import UserError
 from quantwm.session import SessionInfo, SessionWriter
-from quantwm.worlds.base import ChunkAction, Scene, WorldSpec
+from quantwm.worlds.base import ChunkAction, Scene, Script, WorldSpec
 
 WIDTH, HEIGHT = 128, 96
 BAR_BITS, BAR_PIXELS = 16, 8
@@ -49,6 +50,21 @@ SPEC = WorldSpec(
     default_steps={"cpu": 2, "cuda": 4},
     context_frames=16,
 )
+
+
+CAVES = replace(
+    SPEC,
+    name="caves",
+    title="Test caves: a prompt and two keys",
+    licence="Testers only",
+    keys={"w": "walk", "s": "step back"},
+    latent_shape=(16, 9, 16),
+    context_frames=0,
+)
+"""Another world: takes a prompt, has no scenes, two keys."""
+
+PROMPTS = ("a cave", "a deep cave", "a cave of ice")
+TERMS = "Testers only: not for production"
 
 
 def draw(number: int, angle: float, keys: frozenset[str], noise: float) -> np.ndarray:
@@ -88,6 +104,7 @@ class FakeEngine:
         self.settings = settings
         self.delay = delay
         self.actions: list[ChunkAction] = []
+        self.prompts = [settings.prompt]
         self.closed = False
         self._frame = 0
         self._angle = float(settings.seed % 7)
@@ -99,6 +116,11 @@ class FakeEngine:
         time.sleep(self.delay)
         self.actions.append(action)
         return self._block(action, 4)
+
+    def change_prompt(self, prompt: str) -> None:
+        if prompt == "refuse":
+            raise UserError("this prompt is refused by the test engine")
+        self.prompts.append(prompt)
 
     def explain(self) -> str:
         return "test engine: no kernels"
@@ -149,6 +171,14 @@ class FakeBackend:
         self.gate = threading.Event()
         self.gate.set()
         self.fail: Exception | None = None
+        self.loaded = ["rooms"]
+        self.load_fails: str | None = None
+        self.beside = True
+        self.present = {"rooms": True, "caves": True, "ruins": False}
+        self.fetched: list[tuple[str, bool]] = []
+        self.fetch_gate = threading.Event()
+        self.fetch_gate.set()
+        self.fetch_fails: str | None = None
         self._scenes = []
         for number, title in enumerate(("Hall", "Cellar", "Gate", "Attic", "Yard", "Vault")):
             file = folder / f"{title.lower()}.png"
@@ -156,17 +186,66 @@ class FakeBackend:
             iio.imwrite(file, picture)
             self._scenes.append(Scene(title.lower(), title, str(file)))
 
-    def catalogue(self) -> Catalogue:
+    def worlds(self) -> list[WorldCard]:
+        return [
+            self._card("rooms", SPEC, ""),
+            self._card("caves", CAVES, ""),
+            self._card("ruins", replace(CAVES, name="ruins", title="Test ruins: far away"), TERMS),
+        ]
+
+    def _card(self, name: str, spec: WorldSpec, terms: str) -> WorldCard:
+        title, _, note = spec.title.partition(": ")
+        here = self.present[name]
+        return WorldCard(
+            name=name, title=title, note=note, licence=spec.licence, source=spec.source,
+            terms=terms, weight_bytes=3 * 2**30, needed=5 * 2**30, capacity=8 * 2**30,
+            present=here, problem=None if here else "the transformer is missing: test/ruins",
+            advice="ruins needs 9 GiB, this device has 8 GiB: lanes quantwm would do"
+            if name == "ruins" else None,
+            lanes=("bf16", "qvg", "quantwm"),
+        )  # fmt: skip
+
+    def fits_beside(self, world: str) -> bool:
+        return self.beside
+
+    def load(self, world: str, progress: Progress) -> None:
+        progress("Loading the transformer", 0.3)
+        self.gate.wait(20)
+        if self.load_fails is not None:
+            raise UserError(self.load_fails)
+        progress("Loading the autoencoder", 0.5)
+        self.loaded.append(world)
+
+    def download(self, world: str, agreed: bool, progress: Progress) -> None:
+        self.fetched.append((world, agreed))
+        progress(f"Downloading the transformer from test/{world}", 0.4)
+        self.fetch_gate.wait(20)
+        if self.fetch_fails is not None:
+            raise UserError(self.fetch_fails)
+        progress("Downloaded", 1.0)
+        self.present[world] = True
+
+    def catalogue(self, world: str = "") -> Catalogue:
         names = ("bf16", "qvg", "quantwm")
+        lanes = [LANES[name] for name in names]
+        if world in ("caves", "ruins"):
+            return Catalogue(
+                world=CAVES if world == "caves" else replace(CAVES, name="ruins"),
+                scenes=[], lanes=lanes, chosen=names, steps=2, seed=0, scene=None, device="cpu",
+                accepts_picture=False, prompts=PROMPTS,
+            )  # fmt: skip
+        if world not in ("", "rooms"):
+            raise UserError(f"unknown world {world[:40]!r}; there are rooms, caves, ruins")
         return Catalogue(
             world=SPEC,
             scenes=self._scenes,
-            lanes=[LANES[name] for name in names],
+            lanes=lanes,
             chosen=names,
             steps=2,
             seed=0,
             scene="hall",
             device="cpu",
+            scripts=(Script("loop", "Walk and turn", "w-8, right-4"),),
         )
 
     def open(
@@ -187,11 +266,11 @@ class FakeBackend:
         self, folder: Path, settings: Settings, picture: np.ndarray | None, engine: FakeEngine
     ) -> SessionWriter:
         info = SessionInfo(
-            world=SPEC.name,
+            world=settings.world,
             weights_sha256="0" * 64,
             seed=settings.seed,
             scene=settings.scene,
-            prompt="",
+            prompt=settings.prompt,
             start_picture=picture is not None,
             mode=settings.mode,
             steps=settings.steps,

@@ -124,7 +124,7 @@ def test_a_forked_process_sees_new_controls() -> None:
 def test_the_board_refuses_what_does_not_fit() -> None:
     board = Board(1)
     with pytest.raises(UserError):
-        board.write(0, {"x": "y" * 5000})
+        board.write(0, {"x": "y" * 50_000})
     with pytest.raises(IndexError):
         board.read(1)
     assert board.read(0) == {}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from app import library
+from app import library, offers
 from app.handlers import parse_settings
 from app.library import LibraryBackend
 from app.one_thread import OneThread
@@ -36,8 +36,8 @@ def backend(monkeypatch) -> Iterator[SimpleNamespace]:
         return decode(latents)
 
     monkeypatch.setattr(tiny, "decode", traced)
-    monkeypatch.setattr(library, "world_spec", lambda name: tiny.spec)
-    monkeypatch.setattr(library, "load_world", lambda name, device, progress: tiny)
+    monkeypatch.setattr(offers, "world_spec", lambda name: tiny.spec)
+    monkeypatch.setattr(library, "load_world", lambda name, device, progress, placement: tiny)
     made = LibraryBackend("embedded", NAMES, CPU)
     return SimpleNamespace(backend=made, threads=threads, world=tiny)
 

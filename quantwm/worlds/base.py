@@ -76,6 +76,19 @@ class Scene:
 
 
 @dataclass(frozen=True)
+class Script:
+    """Keys to play instead of a person's: actions as the command line takes them ("w-8, right-12").
+
+    scene: the start scene that it was written for, None for any.
+    """
+
+    name: str
+    title: str
+    actions: str
+    scene: str | None = None
+
+
+@dataclass(frozen=True)
 class StartState:
     """Context that a rollout starts from.
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from quantwm.errors import UserError
-from quantwm.worlds.base import Scene, World, WorldSpec
+from quantwm.worlds.base import Scene, Script, World, WorldSpec
 
 Progress = Callable[[str, float], None]
 """(stage in words, fraction from 0 to 1)."""
@@ -105,6 +105,12 @@ def world_terms(name: str) -> str:
 def world_prompts(name: str) -> tuple[str, ...]:
     """Prompts to begin with, the world's own first; () where a world takes none."""
     found = getattr(world_module(name), "prompts", None)
+    return () if found is None else tuple(found())
+
+
+def world_scripts(name: str) -> tuple[Script, ...]:
+    """Action scripts that suit a world; () where there are none."""
+    found = getattr(world_module(name), "scripts", None)
     return () if found is None else tuple(found())
 
 

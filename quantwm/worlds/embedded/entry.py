@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from quantwm.errors import UserError
-from quantwm.worlds.base import Scene, World, WorldSpec
+from quantwm.worlds.base import Scene, Script, World, WorldSpec
 from quantwm.worlds.embedded import adapter
 from quantwm.worlds.embedded.scenes import list_scenes
+from quantwm.worlds.embedded.scripts import list_scripts
 from quantwm.worlds.embedded.weights import read_manifest
 from quantwm.worlds.registry import Presence, Progress
 
@@ -27,6 +28,11 @@ def world_spec() -> WorldSpec:
 def world_scenes() -> Sequence[Scene]:
     """The start scenes in assets/."""
     return list_scenes(adapter.ASSETS / "scenes")
+
+
+def scripts() -> Sequence[Script]:
+    """The recorded action scripts in assets/."""
+    return list_scripts(adapter.ASSETS / "scripts")
 
 
 def presence() -> Presence:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from quantwm.errors import UserError
-from quantwm.worlds.base import Scene, World, WorldSpec
+from quantwm.worlds.base import Scene, Script, World, WorldSpec
 from quantwm.worlds.registry import Placement, Presence, Progress
 from quantwm.worlds.room import Room, capacity_of, require_room
 from quantwm.worlds.wan import files, presets
@@ -39,6 +39,9 @@ class WanModule:
 
     def prompts(self) -> tuple[str, ...]:
         return presets.PROMPTS if self.entry.prompted else ()
+
+    def scripts(self) -> list[Script]:
+        return presets.scripts(self.entry.keys)
 
     def presence(self) -> Presence:
         """weight_bytes: of the files, or of BF16 weights as long as some are missing."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from quantwm.errors import UserError
-from quantwm.worlds.base import Scene
+from quantwm.worlds.base import Scene, Script
 
 THUMBNAILS = Path(__file__).resolve().parents[3] / "assets" / "pictures"
 Colour = tuple[int, int, int]
+
+_SCRIPTS = (
+    ("loop", "Forward, a look around, and back", "w-12, right-24, w-12, left-24, s-12"),
+    ("turn", "Once around on the spot", "right-48"),
+    ("still", "Stand still", "none-24"),
+)
 
 PROMPTS = (
     "A walk through a quiet landscape in clear daylight, seen through one's own eyes.",
@@ -63,6 +70,15 @@ PLACES = {
         ((0, 0, 0), (0, 0, 0)), 1.5,
     ),
 }  # fmt: skip
+
+
+def scripts(keys: Mapping[str, str]) -> list[Script]:
+    """The action scripts whose keys a world has."""
+    return [
+        Script(name, title, actions)
+        for name, title, actions in _SCRIPTS
+        if keys and all(part.rpartition("-")[0] in {*keys, "none"} for part in actions.split(", "))
+    ]
 
 
 def scenes() -> list[Scene]:
