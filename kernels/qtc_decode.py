@@ -136,7 +136,8 @@ def _finished(
 @triton.jit(
     do_not_specialize=[
         "n_tokens", "offset", "start", "stop", "first_head", "n_chunks", "first_place",
-        "mean_scales_ptr", "chunk_stops_ptr", "codes_ptr", "mean_codes_ptr",
+        # Views that begin anywhere, and a few bytes that gain nothing from alignment.
+        "mean_scales_ptr", "chunk_stops_ptr", "codes_ptr", "mean_codes_ptr", "widths_ptr",
     ]
 )  # fmt: skip
 def decode_qtc_kernel(

@@ -77,7 +77,7 @@ def _pack(
     _store_words(codes_ptr, token, odd, bits, rows & (width % 2 == 1)[None, :], 1, WORDS)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "first_place"])
+@triton.jit(do_not_specialize=["n_tokens", "first_place", "widths_ptr"])
 def encode_qtc_kernel(
     x_ptr, x_stride_h, x_stride_n, about_ptr, high_ptr, low_ptr, costs_ptr, widths_ptr, levels_ptr,
     gain_table_ptr, counts_ptr, borders_ptr, phases_ptr, places_ptr, codes_ptr, gains_ptr,

@@ -177,6 +177,10 @@ class Learner(Protocol):
         """The learner after a chunk. observed: by slot."""
         ...
 
+    def begin(self, current: Any) -> None:
+        """Start on what `lesson(current)` will be, beside the stream; it need not be asked for."""
+        ...
+
     def lesson(self, current: Any) -> Any:
         """What the next chunk's span shares; `current` itself while that lasts, None for nothing.
 

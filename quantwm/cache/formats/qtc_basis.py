@@ -57,13 +57,13 @@ def basis_bytes(rows: int, head_dim: int) -> int:
     return rows * (head_dim + 2) + 2 * head_dim + rows // BLOCK
 
 
-def covariance(scatter: Tensor, count: int, mean: Tensor, shrinkage: float) -> Tensor:
+def covariance(scatter: Tensor, mean: Tensor, shrinkage: float) -> Tensor:
     """Positive definite covariance, float64 [..., D, D].
 
-    scatter: sum of (x - m)(x - m)^T over `count` tokens about the means that were stored for them;
-    mean: float [..., D]. Shrunk towards its own mean variance, which is floored.
+    scatter: mean of (x - m)(x - m)^T about the means of the tokens' chunks; mean: float [..., D].
+    Shrunk towards its own mean variance, which is floored.
     """
-    cov = scatter.double() / max(count, 1)
+    cov = scatter.double()
     cov = (cov + cov.transpose(-1, -2)) / 2
     eye = torch.eye(cov.shape[-1], dtype=torch.float64, device=cov.device)
     variance = cov.diagonal(dim1=-2, dim2=-1).mean(-1)
@@ -76,8 +76,8 @@ def covariance(scatter: Tensor, count: int, mean: Tensor, shrinkage: float) -> T
 def fit_basis(
     cov: Tensor, metric: Tensor | None, mean: Tensor, budget: int, rows: int, max_width: int
 ) -> tuple[Basis, Tensor]:
-    """Basis, widths and rows of one layer's heads; and the cost of a token's error that it
-    promises each, float64 [H] on the CPU.
+    """Basis, widths and rows of many heads at once; and the cost of a token's error that it
+    promises each, float64 [H].
 
     cov, metric: float64 [H, D, D], positive definite (metric None: the identity); mean [H, D];
     budget: bits a token; rows: channels that may be coded, a multiple of 16. Raises LinAlgError
@@ -86,8 +86,8 @@ def fit_basis(
     variances, synthesis = eigen_rows(cov, metric)
     if not (torch.isfinite(variances).all() and torch.isfinite(synthesis).all()):
         raise torch.linalg.LinAlgError("the statistics are not finite")
-    blocks = variances[:, :rows].unflatten(1, (-1, BLOCK)).mean(-1).tolist()
-    widths = [allocate(block, budget // BLOCK, max_width) for block in blocks]
+    blocks = variances[:, :rows].unflatten(1, (-1, BLOCK)).mean(-1)
+    widths = allocate(blocks, budget // BLOCK, max_width)
     scaled = synthesis[:, :rows] * variances[:, :rows].sqrt().unsqueeze(-1)
     row_scales = (scaled.abs().amax(-1) / 127.0).to(torch.bfloat16)
     divisor = row_scales.double().clamp(min=torch.finfo(torch.bfloat16).tiny).unsqueeze(-1)
@@ -96,12 +96,10 @@ def fit_basis(
         rows=coded.contiguous(),
         row_scales=row_scales,
         mean=mean.to(torch.bfloat16),
-        widths=torch.tensor(widths, dtype=torch.uint8, device=cov.device),
-        host_widths=tuple(widths),
+        widths=widths,
+        host_widths=tuple(map(tuple, widths.tolist())),
     )
-    return basis, torch.stack(
-        [_promised(head, own) for head, own in zip(variances.cpu(), widths, strict=True)]
-    )
+    return basis, _promised(variances, widths)
 
 
 def eigen_rows(cov: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,30 +119,26 @@ def _descending(values: Tensor) -> Tensor:
     return torch.maximum(values, values[..., :1] * 1e-12)
 
 
-def allocate(variances: list[float], words: int, max_width: int) -> Widths:
+def allocate(variances: Tensor, words: int, max_width: int) -> Tensor:
     """Widths of blocks with these mean variances, `words` block bits in all: greedy.
 
-    Each bit goes where it takes most off the sum of variance * distortion(width). Variances fall,
-    so widths do not increase.
+    variances: float [H, blocks], falling. Each bit goes where it takes most off the sum of
+    variance * distortion(width). What a block's next bit takes falls with its width, so the bits
+    are the largest of all; on a tie the earlier block's, so widths do not increase. uint8
+    [H, blocks].
     """
-    widths = [0] * len(variances)
-    for _ in range(words):
-        gains = [
-            variance * (DISTORTIONS[width] - DISTORTIONS[width + 1]) if width < max_width else -1.0
-            for variance, width in zip(variances, widths, strict=True)
-        ]
-        best = max(range(len(gains)), key=lambda block: (gains[block], -block))
-        if gains[best] < 0:
-            break
-        widths[best] += 1
-    return tuple(widths)
+    distortions = variances.new_tensor(DISTORTIONS[: max_width + 1])
+    taken = variances.unsqueeze(1) * (distortions[:-1] - distortions[1:])[:, None]
+    order = taken.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :words]
+    chosen = torch.zeros_like(taken.flatten(1), dtype=torch.uint8).scatter_(1, order, 1)
+    return chosen.view(taken.shape).sum(1, dtype=torch.uint8)
 
 
-def _promised(variances: Tensor, widths: Widths) -> Tensor:
-    """Mean cost of a token's error: coded channels by their width, the others whole."""
-    left = torch.tensor([DISTORTIONS[w] for w in widths], dtype=torch.float64)
-    left = left.repeat_interleave(BLOCK)
-    return (variances[: len(left)] * left).sum() + variances[len(left) :].sum()
+def _promised(variances: Tensor, widths: Tensor) -> Tensor:
+    """Mean cost of a token's error [H]: coded channels by their width, the others whole."""
+    left = variances.new_tensor(DISTORTIONS)[widths.long()].repeat_interleave(BLOCK, dim=1)
+    coded = left.shape[1]
+    return (variances[:, :coded] * left).sum(1) + variances[:, coded:].sum(1)
 
 
 def channel_costs(basis: Basis, metric: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from quantwm.cache.formats.qtc_metric import metric
 from quantwm.cache.formats.qtc_span import QtcSpan
 from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, full
 from quantwm.cache.formats.qtc_tokens import Tokens
+from quantwm.cache.formats.qtc_worker import Job
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
 
@@ -28,6 +30,9 @@ GROWTH = 1.5
 MEASURED = 256
 """Tokens of a chunk, evenly spread, on which the error is measured: 4 % of its standard deviation
 is left to chance in one head, and it is asked about all heads of all layers together."""
+MATRICES = 512
+"""Heads whose bases are made together: at D = 128 a float64 matrix each is 64 MB, and there are a
+few of them."""
 KEY_SHRINKAGE, VALUE_SHRINKAGE = 0.05, 0.03
 
 
@@ -124,7 +129,10 @@ class LearnedGuide:
 
 
 class QtcLearner:
-    """Statistics of all slots and what is made of them. Immutable: `with_chunk` gives the next."""
+    """Statistics of all slots and what is made of them. Immutable: `with_chunk` gives the next.
+
+    What it makes is made by the worker, always, so that whoever asks gets the same bits.
+    """
 
     def __init__(
         self,
@@ -137,6 +145,7 @@ class QtcLearner:
         self.coding, self.rope = coding, rope
         self.statistics = tuple(statistics)
         self.window_tokens = window_tokens
+        self._job: tuple[Lesson | None, Job[tuple[Lesson | None, str | None]]] | None = None
 
     def tensors(self) -> list[Tensor]:
         return [tensor for slot in self.statistics for tensor in slot.tensors()]
@@ -202,55 +211,88 @@ class QtcLearner:
         queries = tuple(slot.queries for slot in self.statistics)
         return LearnedGuide(self.rope, positions, queries, self.coding.horizon_frames, lesson)
 
+    def begin(self, current: Lesson | None) -> None:
+        """Start on what `lesson` will be asked after this chunk, beside the stream."""
+        if self._asked(current) and (self._job is None or self._job[0] is not current):
+            reads = [*self.tensors(), *([] if current is None else current.tensors())]
+            work = partial(self._next, current)
+            self._job = current, Job(work, reads, self.statistics[0].keys.total.device)
+
     def lesson(self, current: Lesson | None) -> Lesson | None:
         """The bases for the next chunk: the current ones, new ones, or none yet."""
-        seen = min(slot.keys.count for slot in self.statistics)
-        asked = self.coding.first_tokens if current is None else GROWTH * current.asked_at
-        if seen < asked:
+        if not self._asked(current):
             return current
+        self.begin(current)
+        lesson, note = self._job[1].result(_tensors_of)
+        if note is not None:
+            note_fallback(note)
+        return lesson
+
+    def _seen(self) -> int:
+        return min(slot.keys.count for slot in self.statistics)
+
+    def _asked(self, current: Lesson | None) -> bool:
+        first = self.coding.first_tokens if current is None else GROWTH * current.asked_at
+        return self._seen() >= first
+
+    def _next(self, current: Lesson | None) -> tuple[Lesson | None, str | None]:
+        """The next lesson, and what is to be said when there should have been another."""
+        seen = self._seen()
         if current is not None and not self._pays(current, current, seen):
-            return replace(current, asked_at=seen)
+            return replace(current, asked_at=seen), None
         try:
             renewed = self._learn(1 if current is None else current.generation + 1, seen)
         except torch.linalg.LinAlgError as failure:
             kept = "codes without a basis" if current is None else "keeps its last basis"
-            note_fallback(f"qtc {kept}: no basis comes of {seen:,} tokens ({failure})")
-            return current and replace(current, asked_at=seen)
+            note = f"qtc {kept}: no basis comes of {seen:,} tokens ({failure})"
+            return current and replace(current, asked_at=seen), note
         if current is None or self._pays(current, renewed, seen):
-            return renewed
-        return replace(current, asked_at=seen)
+            return renewed, None
+        return replace(current, asked_at=seen), None
 
     def _learn(self, generation: int, seen: int) -> Lesson:
-        keys, values, promised = [], [], []
-        for slot in self.statistics:
-            key, key_cost = self._fit(slot, 0, self._metric(slot))
-            value, value_cost = self._fit(slot, 1, None)
-            keys.append(key)
-            values.append(value)
-            promised.append((tuple(key_cost.tolist()), tuple(value_cost.tolist())))
+        """Bases of all slots, some layers at a time."""
+        heads, head_dim = self.statistics[0].keys.total.shape
+        slots = max(1, MATRICES // heads)
+        keys: list[Basis] = []
+        values: list[Basis] = []
+        promised: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
+        for first in range(0, len(self.statistics), slots):
+            some = self.statistics[first : first + slots]
+            found = [self._fit(some, role, head_dim) for role in range(2)]
+            for slot in range(len(some)):
+                own = slice(slot * heads, (slot + 1) * heads)
+                keys.append(found[0][0].heads(own))
+                values.append(found[1][0].heads(own))
+                promised.append((tuple(found[0][1][own]), tuple(found[1][1][own])))
         return Lesson(generation, tuple(keys), tuple(values), seen, tuple(promised))
 
     def _metric(self, slot: SlotStatistics) -> Tensor | None:
         head_dim = slot.keys.total.shape[1]
         return slot_metric(slot.queries, head_dim, self.rope, self.coding.horizon_frames)
 
-    def _fit(self, slot: SlotStatistics, role: int, read: Tensor | None) -> tuple[Basis, Tensor]:
-        moments, coding = (slot.keys, slot.values)[role], self.coding
-        head_dim = moments.total.shape[1]
+    def _fit(
+        self, slots: Sequence[SlotStatistics], role: int, head_dim: int
+    ) -> tuple[Basis, list[float]]:
+        """The basis of all heads of some slots, behind each other, and what it promises them."""
+        moments = [(slot.keys, slot.values)[role] for slot in slots]
+        mean = torch.cat([m.mean for m in moments])
         cov = qtc_basis.covariance(
-            full(moments.scatter, head_dim),
-            moments.count,
-            moments.mean,
+            full(torch.cat([m.scatter / m.count for m in moments]), head_dim),
+            mean,
             (KEY_SHRINKAGE, VALUE_SHRINKAGE)[role],
         )
-        return qtc_basis.fit_basis(
-            cov,
-            read,
-            moments.mean,
-            coding.budgets[role],
-            coding.rows[role],
-            coding.max_widths[role],
+        read = None
+        if role == 0 and any(slot.queries.count for slot in slots):
+            eye = torch.eye(head_dim, dtype=torch.float64, device=mean.device)
+            metrics = [self._metric(slot) for slot in slots]
+            read = torch.cat([eye.expand_as(cov[: len(m.mean)]) if r is None else r
+                              for r, m in zip(metrics, moments, strict=True)])  # fmt: skip
+        coding = self.coding
+        basis, promised = qtc_basis.fit_basis(
+            cov, read, mean, coding.budgets[role], coding.rows[role], coding.max_widths[role]
         )
+        return basis, promised.tolist()
 
     def _pays(self, current: Lesson, other: Lesson, seen: int) -> bool:
         """Whether the measured error stands so far above another lesson's promise.
@@ -273,6 +315,10 @@ class QtcLearner:
             bits = 8 * sum(t.numel() * t.element_size() for b in bases for t in b.tensors())
             worth += float(gained[role]) * coded - bits / life
         return worth > 0 and math.isfinite(worth)
+
+
+def _tensors_of(found: tuple[Lesson | None, str | None]) -> list[Tensor]:
+    return [] if found[0] is None else found[0].tensors()
 
 
 def slot_metric(
