@@ -29,17 +29,22 @@ from quantwm.session import SessionWriter, check_folder
 from quantwm.tensor_files import TensorRecorder, default_layers
 from quantwm.totals import RunTotals, finite_or_none
 from quantwm.video import has_pyav, read_start
-from quantwm.worlds.registry import load_world, world_scenes, world_spec
+from quantwm.worlds.registry import load_world, world_scenes, world_scripts, world_spec
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `play`."""
     parser.add_argument("--world", default="embedded", help="a name that `worlds` lists")
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
         "--actions",
-        required=True,
         metavar="STRING",
         help='keys and how many latent frames they are held, "w-8, right-12, w+right-4, none-4"',
+    )
+    what.add_argument(
+        "--script",
+        metavar="NAME",
+        help="a recorded action script of the world, from its own scene; `worlds` lists them",
     )
     parser.add_argument(
         "--lanes",
@@ -76,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the session; mistakes are found before the weights are loaded."""
     spec = world_spec(arguments.world)
+    if arguments.script is not None:
+        _take_script(arguments)
     actions = parse_actions(arguments.actions, spec.keys, spec.cache.frames_per_chunk)
     lanes = lanes_for(spec, arguments.lanes)
     if not arguments.no_video and not has_pyav():
@@ -134,6 +141,18 @@ def run(arguments: argparse.Namespace) -> int:
         }
     )
     return 0
+
+
+def _take_script(arguments: argparse.Namespace) -> None:
+    """Fills in the script's actions, and its scene where no other start is asked for."""
+    scripts = {script.name: script for script in world_scripts(arguments.world)}
+    if arguments.script not in scripts:
+        listed = ", ".join(scripts) or "none in this world"
+        raise UserError(f"unknown script {arguments.script[:40]!r}; there are {listed}")
+    script = scripts[arguments.script]
+    arguments.actions = script.actions
+    if arguments.image is None and arguments.scene is None:
+        arguments.scene = script.scene
 
 
 def _check_scene(world: str, scene: str | None) -> None:
