@@ -20,7 +20,8 @@ from training.losses import Stage, TransformerTraining
 from training.maps import MapConfig, build_map, pack_wad
 from training.muon import Muon, orthogonalise
 from training.plans import PLANS, apply_switches
-from training.run_all import parse, run_all
+from training.report import one_run, several_runs, switches
+from training.run_all import parse, run_all, without_folders
 from training.train_autoencoder import learning_rate
 from training.train_transformer import rate_factor
 from training.walker import Pose, Walker
@@ -157,6 +158,11 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
     model, _ = load_models(manifest, torch.device("cpu"), torch.float32)
     assert model.config == plan.world.transformer
     assert (out / "grid-final.png").is_file()
+    table = "\n".join(one_run(manifest))
+    assert f"| transformer | {facts['minutes']['transformer']} | {facts['steps']} steps |" in table
+    assert f"free running, first 8 frames, dB | {facts['metrics']['free_8_psnr']}" in table
+    rows = several_runs([manifest, manifest])
+    assert len(rows) == 4 and rows[2].startswith("| out | ")
     stages = [json.loads(line)["stage"] for line in (out / "training-log.jsonl").open()]
     assert stages[0] == "start" and stages[-1] == "done"
 
@@ -173,6 +179,14 @@ def test_episodes_of_a_wrong_shape_are_named(tmp_path):
     (tmp_path / "episode-0000003.npz").unlink()
     with pytest.raises(UserError, match=r"episode-0000002\.npz: keys must be uint8"):
         load_folder(tmp_path, "cpu")
+
+
+def test_report_tells_switches_and_no_folders():
+    command = "python -m training.run_all --out a --own 0 --weights w --no-pose --minutes 3"
+    assert switches(command) == "`--own 0 --no-pose`"
+    assert switches("python -m training.run_all --out a") == "none"
+    told = without_folders(["--out", "/x/y", "--own", "0", "--work", "/z"])
+    assert told == ["--out", "OUT", "--own", "0", "--work", "WORK"]
 
 
 def test_switches_take_one_ingredient_away(tmp_path):

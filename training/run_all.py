@@ -67,7 +67,7 @@ class Run:
         """What the manifest says about how the weights were made."""
         gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
         return {
-            "command": "python -m training.run_all " + shlex.join(sys.argv[1:]),
+            "command": "python -m training.run_all " + shlex.join(without_folders(sys.argv[1:])),
             "data": DATA,
             "episodes": self.plan.episodes,
             "frames": self.metrics.get("frames", 0),
@@ -80,6 +80,12 @@ class Run:
             "metrics": self.metrics,
             "continued_from": self.continued_from,
         }
+
+
+def without_folders(argv: list[str]) -> list[str]:
+    """The arguments with words for the folders of this machine."""
+    words = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT"}
+    return [words.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
 
 
 class FrameSource:
@@ -278,6 +284,12 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     save_models(run.out, plan.world, state.average, autoencoder, run.facts(state))
     run.last_save = time.monotonic()
     train(run, state, latents, after)
+    one_step = replace(plan.check, steps=1)
+    metrics, _ = evaluate(
+        shipped_copy(state.average), autoencoder, *unseen, plan.world.sampler, one_step
+    )
+    run.metrics["one_step"] = metrics
+    run.log.event("measured with one step", **metrics)
     save_and_measure(run, state, autoencoder, unseen, plan.final, "grid-final.png")
     run.log.event("done", took=run.minutes)
     return run.facts(state)
