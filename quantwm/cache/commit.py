@@ -59,6 +59,7 @@ def build(
     learner = past.learner
     if learner is not None:
         learner = learner.with_chunk({slot: w.learned for slot, w in chunk.writes.items()})
+        learner.begin(guide.span.lesson)
     flags, share = checks.flags(chunk), None
     if outliving(fmt) is not None and guide.span.basis is not None:
         share = statistics.share(guide.span.basis)
