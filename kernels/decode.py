@@ -22,8 +22,8 @@ FLOATS = (torch.float32, torch.bfloat16)
 
 
 @triton.jit
-def _store(out_ptr, stride_h, stride_n, values, head, to, valid, D: tl.constexpr):
-    ptrs = out_ptr + head * stride_h + to[:, None, None] * stride_n + channels_of(D)
+def _store(out_ptr, stride_n, values, rows, valid, D: tl.constexpr):
+    ptrs = out_ptr + rows[:, None, None] * stride_n + channels_of(D)
     tl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=valid[:, None, None])
 
 
@@ -39,12 +39,17 @@ def decode_ternary_kernel(
     """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads of out)."""
     out_head = tl.program_id(1).to(tl.int64)
     head = out_head + first_head
-    rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid = rows < stop
-    scale = ternary_scales(scales_ptr, head, rows, valid, n_tokens, D, GROUP)
-    values = (code_levels(codes_ptr, head, rows, valid, n_tokens, D) - 1.0) * scale[:, :, None]
-    values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
-    _store(out_ptr, out_stride_h, out_stride_n, values, out_head, rows - start + offset, valid, D)
+    block = tl.program_id(0).to(tl.int64) * BLOCK_N
+    rows = tl.arange(0, BLOCK_N)
+    valid = rows < stop - start - block
+    at = head * n_tokens + start + block
+    scale = ternary_scales(scales_ptr + at * (D // GROUP), rows, valid, D, GROUP)
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    values = code_levels(codes_ptr + at * (D // 16), one, rows, valid, D) * scale[:, :, None]
+    means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
+    values += means.to(tl.float32)
+    out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
+    _store(out_ptr, out_stride_n, values, rows, valid, D)
 
 
 @triton.jit(
@@ -73,32 +78,38 @@ def decode_affine_kernel(
     """
     out_head = tl.program_id(1).to(tl.int64)
     head = out_head + first_head
-    rows = start + tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    valid = rows < stop
+    block = tl.program_id(0).to(tl.int64) * BLOCK_N
+    first = start + block
+    rows = tl.arange(0, BLOCK_N)
+    valid = rows < stop - first
+    at = head * n_tokens + first
+    zero_bytes = (n_tokens.to(tl.int64) * (D // GROUP) + 3) // 4
     scale, zero = affine_scales(
-        scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens,
-        n_chunks, D, GROUP, True,
+        scales_ptr + at * (D // GROUP), zeros_ptr + head * zero_bytes, first,
+        secondary_ptr + head * n_chunks, chunk_stops_ptr, rows, valid, n_chunks, D, GROUP, True,
     )  # fmt: skip
-    levels = code_levels(codes_ptr, head, rows, valid, n_tokens, D) - zero[:, :, None]
+    levels = code_levels(codes_ptr + at * (D // 16), zero, rows, valid, D)
     values = levels * scale[:, :, None]
-    values += centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D)
+    means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
+    values += means.to(tl.float32)
     if RANK > 0:
         offs_d = tl.arange(0, D)
         offs_r = tl.arange(0, RANK_PAD)
-        row = head * (n_tokens - first_corrected) + rows - first_corrected
-        corrected = valid & (rows >= first_corrected)
+        row = at - (head + 1) * first_corrected  # of the block's first token
+        corrected = valid & (rows >= first_corrected - first)
         coefficients = tl.load(
-            coefficients_ptr + row[:, None] * RANK + offs_r[None, :],
+            coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
             mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
         ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
         directions = tl.load(
             basis_ptr + head * D * RANK + offs_d[None, :] * RANK + offs_r[:, None],
             mask=(offs_r < RANK)[:, None], other=0.0,
         ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        row_scale = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
+        row_scale = tl.load(row_scales_ptr + row + rows, mask=corrected, other=0.0).to(tl.float32)
         correction = tl.dot(coefficients, directions, input_precision="ieee") * row_scale[:, None]
         values += tl.reshape(correction, (BLOCK_N, D // 16, 16))
-    _store(out_ptr, out_stride_h, out_stride_n, values, out_head, rows - start + offset, valid, D)
+    out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
+    _store(out_ptr, out_stride_n, values, rows, valid, D)
 
 
 @triton.jit

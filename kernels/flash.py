@@ -14,8 +14,8 @@ from kernels.tile import (
     affine_scales,
     as_operand,
     centroid_rows,
-    channels_of,
     code_levels,
+    code_words,
     ternary_scales,
 )
 
@@ -37,56 +37,56 @@ _LEVELS_ASM = tl.constexpr("""
 
 
 @triton.jit
-def _plain_tile(ptr, stride_n, rows, valid, D: tl.constexpr):
+def _plain_tile(ptr, first, stride_n, rows, valid, D: tl.constexpr):
     offs = rows[:, None] * stride_n + tl.arange(0, D)[None, :]
+    ptr += tl.cast(first, tl.int64) * stride_n
     return tl.load(ptr + offs, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
 def _packed_tile(
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
-    rows, valid, n_tokens, n_chunks, D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    first, rows, valid, n_chunks, D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
-    """A decoded tile [BLOCK_N, D]. Pointers are those of the head, so that offsets are 32 bits.
+    """A decoded tile [BLOCK_N, D] from token `first` of the head, whose pointers are given.
 
     PACKED_MATH: two channels an instruction in BF16, which rounds an affine scale to BF16 (2^-9
     of a residual of a few scales); without it float32, as the interpreter needs.
     """
+    at = tl.cast(first, tl.int64)
+    scales_ptr += at * (D // GROUP)
+    codes_ptr += at * (D // 16)
     if KIND == 1:
-        scale = ternary_scales(scales_ptr, 0, rows, valid, n_tokens, D, GROUP)
+        scale = ternary_scales(scales_ptr, rows, valid, D, GROUP)
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
         scale, zero = affine_scales(
-            scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, 0, rows, valid, n_tokens,
-            n_chunks, D, GROUP, not PACKED_MATH,
+            scales_ptr, zeros_ptr, first, secondary_ptr, chunk_stops_ptr, rows, valid, n_chunks,
+            D, GROUP, not PACKED_MATH,
         )  # fmt: skip
+    means = centroid_rows(ids_ptr + at, centroids_ptr, rows, valid, D)
     if PACKED_MATH:
-        words: tl.constexpr = D // 16
-        place = rows[:, None] * words + tl.arange(0, words)[None, :]
-        packed = tl.load(codes_ptr + place, mask=valid[:, None], other=0)
-        ids = tl.load(ids_ptr + rows, mask=valid, other=0).to(tl.int32)
-        means = tl.load(centroids_ptr + ids[:, None, None] * D + channels_of(D))
         values = tl.inline_asm_elementwise(
             asm=_LEVELS_ASM,
             constraints="=r,r,r,r,r,r,r,r",
             args=[
-                packed[:, :, None], 2 * tl.arange(0, 16)[None, None, :],
+                code_words(codes_ptr, rows, valid, D)[:, :, None],
+                2 * tl.arange(0, 16)[None, None, :],
                 (zero + 128.0).to(tl.bfloat16)[:, :, None], scale.to(tl.bfloat16)[:, :, None],
                 means,
             ],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        levels = code_levels(codes_ptr, 0, rows, valid, n_tokens, D) - zero[:, :, None]
-        means = centroid_rows(ids_ptr, centroids_ptr, 0, rows, valid, n_tokens, 0, D)
-        values = (levels * scale[:, :, None] + means).to(DOT_DTYPE)
+        levels = code_levels(codes_ptr, zero, rows, valid, D)
+        values = (levels * scale[:, :, None] + means.to(tl.float32)).to(DOT_DTYPE)
     return tl.reshape(values, (BLOCK_N, D))
 
 
 @triton.jit
 def _attend_range(
-    q, q_scale, turned, sums, largest, total, first, last, stop, n_tokens, n_chunks,
+    q, q_scale, turned, sums, largest, total, first, last, stop, n_chunks,
     first_corrected, scale,
     k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
     k_zeros_ptr, coefficients_ptr, row_scales_ptr,
@@ -102,32 +102,32 @@ def _attend_range(
     """
     offs_r = tl.arange(0, RANK_PAD)
     for begin in range(first, last, BLOCK_N):
-        rows = begin + tl.arange(0, BLOCK_N)
-        valid = (rows < stop) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
+        rows = tl.arange(0, BLOCK_N)
+        valid = (rows < stop - begin) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
         if K_KIND == 3:
-            k = _plain_tile(k_ptr, k_stride_n, rows, valid, D)
-            steps = tl.load(k_scales_ptr + rows, mask=valid, other=0.0)
+            k = _plain_tile(k_ptr, begin, k_stride_n, rows, valid, D)
+            steps = tl.load(k_scales_ptr + begin + rows, mask=valid, other=0.0)
             scores = tl.dot(q, tl.trans(k)).to(tl.float32) * q_scale[:, None]
             scores *= steps[None, :]
         else:
             if K_KIND == 0:
-                k = as_operand(_plain_tile(k_ptr, k_stride_n, rows, valid, D), DOT_DTYPE)
+                k = as_operand(_plain_tile(k_ptr, begin, k_stride_n, rows, valid, D), DOT_DTYPE)
             else:
                 k = _packed_tile(
                     k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
-                    chunk_stops_ptr, k_zeros_ptr, rows, valid, n_tokens, n_chunks, D, K_GROUP,
+                    chunk_stops_ptr, k_zeros_ptr, begin, rows, valid, n_chunks, D, K_GROUP,
                     K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
                 )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
-                corrected = valid & (rows >= first_corrected)
-                row = rows - first_corrected
+                corrected = valid & (rows >= first_corrected - begin)
+                row = tl.cast(begin, tl.int64) - first_corrected
                 coefficients = tl.load(
-                    coefficients_ptr + row[:, None] * RANK + offs_r[None, :],
+                    coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
                     mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
                 ).to(tl.float32)  # fmt: skip
-                step = tl.load(row_scales_ptr + row, mask=corrected, other=0.0).to(tl.float32)
-                coefficients = (coefficients * step[:, None]).to(DOT_DTYPE)
+                step = tl.load(row_scales_ptr + row + rows, mask=corrected, other=0.0)
+                coefficients = (coefficients * step.to(tl.float32)[:, None]).to(DOT_DTYPE)
                 scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(valid[None, :], scores, float("-inf"))
@@ -139,11 +139,11 @@ def _attend_range(
         sums = sums * kept[:, None]
         largest = above
         if V_KIND == 0:
-            v = as_operand(_plain_tile(v_ptr, v_stride_n, rows, valid, D), DOT_DTYPE)
+            v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
         else:
             v = _packed_tile(
                 v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
-                chunk_stops_ptr, v_zeros_ptr, rows, valid, n_tokens, n_chunks, D, V_GROUP,
+                chunk_stops_ptr, v_zeros_ptr, begin, rows, valid, n_chunks, D, V_GROUP,
                 V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
             )  # fmt: skip
         sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
@@ -195,7 +195,7 @@ def flash_kernel(
         )  # fmt: skip
         turned = tl.dot(q, as_operand(basis, DOT_DTYPE), input_precision="ieee").to(DOT_DTYPE)
 
-    # Pointers of this head: offsets inside it fit 32 bits.
+    # Pointers of this head.
     at = head * n_tokens
     if K_KIND == 0 or K_KIND == 3:
         k_ptr += head * k_stride_h
@@ -233,7 +233,7 @@ def flash_kernel(
     for part in tl.static_range(2):
         sums, largest, total = _attend_range(
             q, q_scale, turned, sums, largest, total, start if part == 0 else whole,
-            whole if part == 0 else stop, stop, n_tokens, n_chunks, first_corrected, scale,
+            whole if part == 0 else stop, stop, n_chunks, first_corrected, scale,
             k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr,
             k_secondary_ptr, k_zeros_ptr, coefficients_ptr, row_scales_ptr,
             v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,

@@ -95,14 +95,28 @@ def split_operand(x, DOT_DTYPE: tl.constexpr):
     return part, x - part.to(tl.float32)
 
 
+# Loaders of a block of tokens: pointers are those of its first token, so that offsets inside a
+# block are 32 bits whatever the length; rows counts from 0, valid says which are there.
+
+
 @triton.jit
-def code_levels(codes_ptr, head, rows, valid, n_tokens, D: tl.constexpr):
-    """Codes of a token block, float32 [BLOCK_N, D / 16, 16]: one 32-bit load per 16 channels."""
+def code_words(codes_ptr, rows, valid, D: tl.constexpr):
+    """Codes, int32 [BLOCK_N, D / 16]: one word per 16 channels."""
     words: tl.constexpr = D // 16
-    place = (head * n_tokens + rows)[:, None] * words + tl.arange(0, words)[None, :]
-    packed = tl.load(codes_ptr + place, mask=valid[:, None], other=0)
+    place = rows[:, None] * words + tl.arange(0, words)[None, :]
+    return tl.load(codes_ptr + place, mask=valid[:, None], other=0)
+
+
+@triton.jit
+def code_levels(codes_ptr, zero, rows, valid, D: tl.constexpr):
+    """Codes less a zero of 0..3, float32 [BLOCK_N, D / 16, 16]; zero: float32 [.., D / 16].
+
+    A code is put into the last bits of 2^23, which then go with the zero: no conversion.
+    """
     shifts = 2 * tl.arange(0, 16)
-    return ((packed[:, :, None] >> shifts[None, None, :]) & 3).to(tl.float32)
+    packed = code_words(codes_ptr, rows, valid, D)
+    codes = ((packed[:, :, None] >> shifts[None, None, :]) & 3) | 0x4B000000
+    return codes.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
 
 
 @triton.jit
@@ -112,43 +126,42 @@ def channels_of(D: tl.constexpr):
 
 
 @triton.jit
-def centroid_rows(ids_ptr, centroids_ptr, head, rows, valid, n_tokens, K, D: tl.constexpr):
-    """Centroid of every token, float32 [BLOCK_N, D / 16, 16]."""
-    ids = tl.load(ids_ptr + head * n_tokens + rows, mask=valid, other=0).to(tl.int32)
-    place = head * K * D + ids[:, None, None] * D + channels_of(D)
-    return tl.load(centroids_ptr + place, mask=valid[:, None, None], other=0.0).to(tl.float32)
+def centroid_rows(ids_ptr, centroids_ptr, rows, valid, D: tl.constexpr):
+    """Centroid of every token, bfloat16 [BLOCK_N, D / 16, 16]. centroids_ptr: of the head."""
+    ids = tl.load(ids_ptr + rows, mask=valid, other=0).to(tl.int32)
+    return tl.load(centroids_ptr + ids[:, None, None] * D + channels_of(D))
 
 
 @triton.jit
-def ternary_scales(scales_ptr, head, rows, valid, n_tokens, D: tl.constexpr, GROUP: tl.constexpr):
-    """E4M3 scale of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16]."""
+def ternary_scales(scales_ptr, rows, valid, D: tl.constexpr, GROUP: tl.constexpr):
+    """E4M3 scale of every word of 16 channels, float32 [BLOCK_N, D / 16]."""
     of_word = tl.arange(0, D // 16) * 16 // GROUP
-    place = (head * n_tokens + rows)[:, None] * (D // GROUP) + of_word[None, :]
+    place = rows[:, None] * (D // GROUP) + of_word[None, :]
     return e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
 
 
 @triton.jit
 def affine_scales(
-    scales_ptr, zeros_ptr, secondary_ptr, chunk_stops_ptr, head, rows, valid, n_tokens, n_chunks,
+    scales_ptr, zeros_ptr, first, secondary_ptr, chunk_stops_ptr, rows, valid, n_chunks,
     D: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scale and zero of every word of 16 channels of a token block, float32 [BLOCK_N, D / 16].
+    """Scale and zero of every word of 16 channels, float32 [BLOCK_N, D / 16].
 
-    EXACT: the division by 255 is correctly rounded, as the reference's; it is a call otherwise
-    saved.
+    zeros_ptr, secondary_ptr: of the head, for a block's zeros may begin inside a byte; first: the
+    block's first token. EXACT: the division by 255 is correctly rounded, as the reference's; it
+    is a call otherwise saved.
     """
     groups: tl.constexpr = D // GROUP
     chunk = tl.zeros_like(rows)
     for c in range(0, n_chunks - 1):  # the last stop lies behind every row
-        chunk += (rows >= tl.load(chunk_stops_ptr + c)).to(rows.dtype)
-    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
-    step = secondary.to(tl.float32)
+        chunk += (rows >= tl.load(chunk_stops_ptr + c) - first).to(tl.int32)
+    step = tl.load(secondary_ptr + chunk, mask=valid, other=0.0).to(tl.float32)
     step = tl.div_rn(step, 255.0) if EXACT else step * (1.0 / 255.0)
     of_word = tl.arange(0, D // 16) * 16 // GROUP
-    flat = rows[:, None] * groups + of_word[None, :]
-    codes = tl.load(scales_ptr + head * n_tokens * groups + flat, mask=valid[:, None], other=0)
-    scale = codes.to(tl.float32) * step[:, None]
-    zero_bytes = (n_tokens.to(tl.int64) * groups + 3) // 4
-    byte = tl.load(zeros_ptr + head * zero_bytes + flat // 4, mask=valid[:, None], other=0)
-    zero = ((byte.to(tl.int32) >> (2 * (flat % 4)).to(tl.int32)) & 3).to(tl.float32)
-    return scale, zero
+    place = rows[:, None] * groups + of_word[None, :]
+    codes = tl.load(scales_ptr + place, mask=valid[:, None], other=0)
+    begin = tl.cast(first, tl.int64) * groups
+    flat = place + (begin % 4).to(tl.int32)
+    byte = tl.load(zeros_ptr + begin // 4 + flat // 4, mask=valid[:, None], other=0)
+    zero = ((byte.to(tl.int32) >> (2 * (flat % 4))) & 3).to(tl.float32)
+    return codes.to(tl.float32) * step[:, None], zero

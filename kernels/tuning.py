@@ -83,7 +83,7 @@ COPY = {
 }
 FLASH = {
     64: Launch(128, 128, 8, 3, COMPILED),
-    128: Launch(128, 128, 8, 2, COMPILED),
+    128: Launch(64, 128, 8, 3, COMPILED),
 }
 FLASH_PACKED = {
     64: Launch(64, 128, 8, 2, COMPILED),
@@ -91,7 +91,7 @@ FLASH_PACKED = {
 }
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
-    128: Launch(128, 128, 8, 3, COMPILED),
+    128: Launch(64, 128, 8, 3, COMPILED),
 }
 
 
