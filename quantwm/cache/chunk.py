@@ -49,7 +49,7 @@ class PendingWrite:
         rest: key and value spans of the other frames, in the cache's format or, when recent
             chunks stay BF16, in BF16; None without.
         books: the codebooks that `rest` was encoded against.
-        power: of the residuals, float32 [keys, values]; None where codebooks do not outlive spans.
+        power: of the residuals, see `residual_power`.
         moment, queries: of its queries, for the statistics; None and 0 when they are not wanted.
         learned: what a format's learner made of it; None without a learner.
     """
@@ -150,11 +150,18 @@ def encode_pair(
     return (keys, values), pair
 
 
-def residual_power(fmt: Format[Any], spans: tuple[Any, Any]) -> Tensor | None:
-    """float32 [keys, values] where codebooks may outlive spans; None elsewhere."""
+def residual_power(
+    fmt: Format[Any], spans: tuple[Any, Any], pair: tuple[Tensor, Tensor]
+) -> Tensor | None:
+    """Of the residuals over that of keys and values, float32 [2]; None where nobody asks.
+
+    pair: keys and values [H, N, D] of one chunk, which the spans hold.
+    """
     if outliving(fmt) is None:
         return None
-    return torch.stack([fmt.power(span) for span in spans])
+    squares = [torch.linalg.vector_norm(x, dtype=torch.float32).square() for x in pair]
+    energy = torch.stack(squares) / pair[0].numel()
+    return torch.stack([fmt.power(span) for span in spans]) / energy.clamp(min=1e-30)
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ class Encoder:
                 rest = encode_bf16(*pair)
             else:
                 rest, books = self._pair(slot, *pair)
-                power = residual_power(self.fmt, rest)
+                power = residual_power(self.fmt, rest, pair)
         return PendingWrite(stored_sink, rest, books, power)
 
     def spans_for_learning(
@@ -248,7 +255,7 @@ def encode_recent(
     for slot, (k, v) in enumerate(zip(segment.keys, segment.values, strict=True)):
         encoded, pairs[slot] = encode_pair(fmt, generator, slot, k.values, v.values, guide, books)
         spans.append(encoded)
-        power = residual_power(fmt, encoded)
+        power = residual_power(fmt, encoded, (k.values, v.values))
         if power is not None:
             powers[slot] = power
     keys, values = _columns(spans)

@@ -31,9 +31,8 @@ class CodebookLife:
         centroid_bits: of a stored centroid entry, 16 (BF16) or 8 (with a scale a centroid).
         book_bits: bits a token and head that codebooks and bases, keys and values together, may
             take; the first ones are made in any case. 0 fits all of them with every span.
-        refit_above: a codebook is fitted again when its residual's power exceeds this multiple of
-            what it was on the first chunk after it was fitted. (That chunk and not the fitted one:
-            64 centroids fit 192 tokens better than any that come later.)
+        refit_above: a codebook is fitted again when the power of its residuals, over that of the
+            tokens, exceeds this multiple of what it was on the chunk that it was fitted on.
         refit_after: tokens that a span holds before fitting again may end it, so that spans, each
             decoded by a call of its own, do not become many.
     """
@@ -63,7 +62,7 @@ class Lasting(Protocol):
     def life(self) -> CodebookLife: ...
 
     def power(self, span: Any) -> Tensor:
-        """Of the residual: the mean squared group scale of a chunk, a float32 scalar."""
+        """Of a chunk's residuals, as their scales say: the mean squared one, a float32 scalar."""
         ...
 
     def shared(self, span: Any) -> Sequence[Tensor]:
@@ -85,8 +84,8 @@ class BookFit:
     """How well codebooks and the basis fit, as far as the host knows.
 
     Attributes:
-        newest: power of the newest chunk's residual, by place.
-        fitted: that of the first chunk after the codebook was fitted; missing until it has come.
+        newest: power of the newest chunk's residuals over that of its tokens, by place.
+        fitted: the same of the chunk that the codebook was fitted on.
         basis: number of the span that `share` is of; -1 before any.
         share, share_then: of the queries' energy along the basis, now and when it was made.
     """
@@ -99,10 +98,8 @@ class BookFit:
 
     def after(self, powers: Mapping[Place, float], fitted: Iterable[Place]) -> BookFit:
         """With a chunk's powers; fitted: places whose codebooks were fitted on that chunk."""
-        anew = set(fitted)
-        kept = {place: power for place, power in self.fitted.items() if place not in anew}
-        first = {place: power for place, power in powers.items() if place not in anew}
-        return replace(self, newest={**self.newest, **powers}, fitted={**first, **kept})
+        anew = {place: powers[place] for place in fitted}
+        return replace(self, newest={**self.newest, **powers}, fitted={**self.fitted, **anew})
 
     def with_share(self, share: float, basis: int) -> BookFit:
         """basis: number of the span in which it was made."""

@@ -83,10 +83,17 @@ class QuantWMConfig(CodebookLife):
             raise UserError(f"clip must be above 0 and at most 1, got {self.clip}")
 
 
+_COMPACT = QuantWMConfig(rank=4, clip=0.8, centroid_bits=8, book_bits=42.0, compact_statistics=True)
+
 PRESETS = {
     "published": QuantWMConfig(),
     "embedded": QuantWMConfig(centroids=64),
+    "compact": _COMPACT,
+    "compact-embedded": replace(_COMPACT, centroids=16, refit_after=768),
+    "balanced-embedded": replace(_COMPACT, centroids=16, rank=8, book_bits=90.0, refit_after=384),
 }
+"""`compact`: 6.2x at D = 128 from 28,080 tokens on, whatever the chunks; `balanced`: the published
+bytes, spent on codebooks that follow the scene. docs/cache.md has what each costs."""
 
 
 @dataclass(frozen=True)
