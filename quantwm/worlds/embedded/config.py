@@ -15,7 +15,7 @@ KEYS = ("w", "s", "a", "d", "left", "right")
 class TransformerConfig:
     """The causal chunk-autoregressive transformer.
 
-    With the shipped sizes: 18.2 million parameters, 48 tokens a frame, 192 a chunk.
+    With the shipped sizes: 18.1 million parameters, 48 tokens a frame, 192 a chunk.
     """
 
     layers: int = 10
