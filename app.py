@@ -32,6 +32,9 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tile", type=int, default=0, help="latent cells a side decoded at once, 0: all"
     )
+    parser.add_argument(
+        "--demo", action="store_true", help="open the recorded sessions: no GPU, no weights"
+    )
     parser.add_argument("--downloads", action="store_true", help="visitors may fetch worlds")
     parser.add_argument("--host", default=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"))
     parser.add_argument("--port", default=os.environ.get("GRADIO_SERVER_PORT", "7860"))
@@ -42,10 +45,12 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     flags = read_flags(arguments)
     from app.address import check_port
+    from app.inspector.demo import demo_page
     from quantwm.errors import UserError
 
     try:
         port = check_port(flags.host, flags.port)
+        page = demo_page() if flags.demo else ""
         from app.library import make_backend
 
         backend = make_backend(flags)  # mistakes are found before Gradio is loaded
@@ -58,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     options |= {"server_name": flags.host, "server_port": port, "share": flags.share}
     demo.launch(prevent_thread_lock=True, **options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that session folders are deleted
-    print(f"http://{flags.host}:{port}", flush=True)
+    print(f"http://{flags.host}:{port}{page}", flush=True)
     demo.block_thread()
     return 0
 

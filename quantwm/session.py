@@ -68,6 +68,7 @@ class SessionInfo:
         frames_per_chunk: latent frames. kernels: which kernels ran and why, one line.
         actions: the action string when the run had one.
         dtype: "bfloat16" or "float32", what the world computed in; None in older sessions.
+        title: for people; empty unless somebody gave one.
     """
 
     world: str
@@ -90,6 +91,7 @@ class SessionInfo:
     kernels: str
     actions: str | None = None
     dtype: str | None = None
+    title: str = ""
 
 
 class SessionWriter:
@@ -108,15 +110,17 @@ class SessionWriter:
         info: SessionInfo,
         *,
         video: bool = True,
+        extras: bool = True,
         start_picture: np.ndarray | None = None,
     ) -> None:
+        """video: of every lane, lossless. extras: the preview and the plots, for people."""
         if video:
             require_pyav()
         for lane in info.lanes:
             check_name(lane.name, "lane")
         self.folder, self.info, self.totals = folder, info, RunTotals()
         self.stopped: str | None = None
-        self._video = video
+        self._video, self._extras = video, extras
         self._picture = start_picture
         self._played: list[ChunkAction] = []
         self._lossless: dict[str, LosslessWriter] = {}
@@ -143,7 +147,8 @@ class SessionWriter:
                 self._lossless[lane.name] = LosslessWriter(
                     self.folder / f"{lane.name}.mkv", self.info.fps
                 )
-            self._preview = PreviewWriter(self.folder / PREVIEW_FILE, self.info.fps)
+            if self._extras:
+                self._preview = PreviewWriter(self.folder / PREVIEW_FILE, self.info.fps)
 
     def write(self, block: BlockResult) -> None:
         """Record one block. The start block is only counted: its frames ship with the world."""
@@ -215,7 +220,8 @@ class SessionWriter:
         try:
             self._close_files()
             self._write_info(complete)
-            self._plots.save(self.folder / PLOTS_FILE)
+            if self._extras:
+                self._plots.save(self.folder / PLOTS_FILE)
         except OSError as error:
             self.stopped = f"recording ended: {error.strerror or error}"
 

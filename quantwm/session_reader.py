@@ -32,6 +32,7 @@ MAX_INFO_BYTES = 2**20
 MAX_LINES_BYTES = 64 * 2**20
 MAX_LANES = 16
 MAX_PROMPT = 4_000  # characters of a prompt that was switched to
+MAX_TITLE = 200
 DTYPES = ("bfloat16", "float32")
 
 T = TypeVar("T")
@@ -150,6 +151,7 @@ def _read_info(document: Mapping[str, Any]) -> SessionInfo:
         kernels=_field(document, "kernels", str),
         actions=actions if isinstance(actions, str) else None,
         dtype=dtype,
+        title=_field(document, "title", str)[:MAX_TITLE] if "title" in document else "",
     )
 
 

@@ -22,6 +22,17 @@ def demos() -> dict[str, str]:
     return found
 
 
+def demo_page() -> str:
+    """The page that opens the shipped sessions; it needs no weights.
+
+    Raises:
+        UserError: none is there.
+    """
+    if not demos():
+        raise UserError(f"{DEMO} holds no session; fetch the repository whole")
+    return "/inspect"
+
+
 def open_demo(name: object, clips: Path) -> Clip:
     """A shipped session as a clip.
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "compare": "fidelity and flicker between two recordings or video files",
     "study": "recorded q/k/v tensors through each cache, causally, chunk by chunk",
     "report": "the paper's evidence on the embedded world, as an HTML report",
+    "demo": "record the three short sessions of assets/demo again",
     "plan": "bytes by part, ratios and peak, before anything is allocated",
     "evaluate-world": "the embedded world's acceptance table, or its statistics, beside the truth",
     "check-golden": "every model family against golden tensors, within their tolerances",

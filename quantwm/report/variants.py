@@ -77,7 +77,15 @@ FULL = (_quantwm("full", "full moment", full_moment=True),)
 SWEEPS = (*RANKS, *CANDIDATES, *FULL)
 """Tables 9, 11 and 10; the published setting (rank 8, M = 4, diagonal) is `quantwm` itself."""
 
-ALL = {v.name: v for v in (BF16, *METHODS, *ROLES, *ABLATION, *SWEEPS)}
+BEYOND = (
+    Variant("quantwm", "QuantWM", "quantwm"),
+    Variant("qtc-small", "QTC, small", "qtc", {"preset": "small"}),
+    Variant("qtc", "QTC", "qtc"),
+    Variant("qtc-large", "QTC, large", "qtc", {"preset": "large"}),
+)
+"""The transform code at three budgets beside QuantWM; docs/beyond.md."""
+
+ALL = {v.name: v for v in (*BEYOND, BF16, *METHODS, *ROLES, *ABLATION, *SWEEPS)}
 
 
 def title_of(name: str) -> str:
