@@ -14,6 +14,7 @@ from training.losses import (
     Clips,
     Stage,
     TransformerTraining,
+    edge_error,
     forward_loss,
     training_pose,
     weighted_error,
@@ -125,6 +126,19 @@ def test_critic_gradient_has_the_length_that_was_asked_for(clips):
     assert float(pushed.norm() / grads[0.0].norm()) == pytest.approx(0.5, rel=1e-3)
 
 
+def test_edge_error_sees_blur_in_judged_chunks_only(clips):
+    clean = clips.latents
+    judged = torch.zeros(2, FRAMES // CHUNK, dtype=torch.bool)
+    judged[0, 2] = True
+    blurred = clean.clone()
+    blurred[0, 8:12] *= 0.5
+    assert edge_error(clean, clean, judged, CHUNK) == 0
+    weak = float(edge_error(blurred, clean, judged, CHUNK))
+    steps = float(clean[0, 8:12].diff(dim=2).abs().mean() + clean[0, 8:12].diff(dim=3).abs().mean())
+    assert weak == pytest.approx(0.5 * steps, rel=0.1)
+    assert edge_error(blurred, clean, ~judged, CHUNK) == 0
+
+
 def test_critic_learns_to_tell_blurred_chunks(clips):
     torch.manual_seed(0)
     critic = Critic(CONFIG, width=16)
@@ -148,7 +162,7 @@ def test_every_kind_of_stage_steps_and_stays_finite(clips, tmp_path):
     state = TrainState.fresh(CONFIG, training, 0, torch.device("cpu"))
     keys = clips.keys.to(torch.uint8)
     pool = LatentPool(clips.latents, keys, torch.zeros(2, FRAMES, 3))
-    for stage in (Stage(8, 1, 1.0), Stage(16, 1, 1.0, own=1.0), Stage(16, 1, 1.0, 1.0, 0.5)):
+    for stage in (Stage(8, 1, 1.0), Stage(16, 1, 1.0, own=1.0), Stage(16, 1, 1.0, 1.0, 0.5, 0.2)):
         state.runs.append({"minutes": 1, "first_step": state.step, "seed": 0})
         train_stage(
             state, stage, pool, training, Budget(1), 60, "sdpa", 0, Log(), lambda state: None

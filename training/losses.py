@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from quantwm.worlds.embedded.pose import YAW_FEATURES, pose_features
 from quantwm.worlds.embedded.sampler import noise_levels
@@ -19,7 +20,8 @@ class Stage:
     """A share of the time at one clip length.
 
     own: share of the clips whose history is partly of the model's own making; adversarial: length
-    of the critic's gradient over that of the error's, for chunks that hold no truth.
+    of the critic's gradient over that of the error's, for chunks that hold no truth; edges:
+    weight of `edge_error` for the same chunks.
     """
 
     frames: int
@@ -27,6 +29,7 @@ class Stage:
     share: float
     own: float = 0.0
     adversarial: float = 0.0
+    edges: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class TransformerTraining:
         Stage(frames=64, batch=24, share=0.25),
         Stage(frames=128, batch=12, share=0.15),
         Stage(frames=256, batch=6, share=0.10),
-        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.3),
+        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.3, edges=0.2),
     )
     muon_lr: float = 0.02
     adam_lr: float = 1.5e-3
@@ -165,6 +168,27 @@ def weighted_error(
     return (weight * error).mean(), error.detach().mean()
 
 
+def edge_error(
+    out: torch.Tensor, clean: torch.Tensor, judged: torch.Tensor, per_chunk: int
+) -> torch.Tensor:
+    """How much weaker or stronger the latents change from place to place than the truth's do.
+
+    Mean over channels, frames and 4 x 4 patches of the difference in mean absolute step, for the
+    judged chunks [B, chunks]. A blur is weak latents: to make the steps that are there as strong
+    as the truth's costs less error than to invent others.
+    """
+    counts = judged[:, 1:].repeat_interleave(per_chunk, dim=1).float()
+    total = torch.zeros(len(out), out.shape[1] - per_chunk, device=out.device)
+    for axis in (3, 4):
+        strengths = [
+            F.avg_pool2d(x[:, per_chunk:].diff(dim=axis).abs().flatten(0, 1), 4, ceil_mode=True)
+            for x in (out, clean)
+        ]
+        difference = (strengths[0] - strengths[1]).abs().mean(dim=(1, 2, 3))
+        total = total + difference.view_as(total)
+    return (total * counts).sum() / counts.sum().clamp_min(1)
+
+
 def forward_loss(
     model: Transformer, clips: Clips, stage: Stage, tables: tuple[torch.Tensor, torch.Tensor],
     attend: Attend, full: Attend, training: TransformerTraining, generator: torch.Generator,
@@ -188,4 +212,6 @@ def forward_loss(
         clips.pose,
     )  # fmt: skip
     loss, mse = weighted_error(out, clean, stream.sigma, per_chunk, training.sigma_floor)
+    if stage.edges > 0:
+        loss = loss + stage.edges * edge_error(out, clean, stream.judged, per_chunk)
     return loss, mse, out, stream

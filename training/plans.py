@@ -51,7 +51,7 @@ PLANS = {
                 Stage(frames=64, batch=24, share=0.34),
                 Stage(frames=128, batch=12, share=0.20),
                 Stage(frames=256, batch=6, share=0.14),
-                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.3),
+                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.3, edges=0.2),
             ),
             flat_share=0.3,
         )
@@ -67,7 +67,7 @@ PLANS = {
             stages=(
                 Stage(frames=64, batch=24, share=0.27),
                 Stage(frames=256, batch=6, share=0.36),
-                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.3),
+                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.3, edges=0.2),
             ),
             critic_warmup=5,
             log_every=10,
@@ -90,7 +90,7 @@ PLANS = {
                 Stage(frames=8, batch=4, share=0.4),
                 Stage(frames=16, batch=2, share=0.2),
                 Stage(frames=32, batch=1, share=0.1),
-                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.3),
+                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.3, edges=0.2),
             ),
             short_windows=(1, 2),
             context_chunks=2,
@@ -116,6 +116,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--no-pose", action="store_true", help="the keys alone, no reckoned pose")
     group.add_argument("--own", type=float, help="share of clips with own history; 0 is never")
     group.add_argument("--adversarial", type=float, help="weight of the critic; 0 is none")
+    group.add_argument("--edges", type=float, help="weight of the edges' strength; 0 is none")
     group.add_argument("--sampler-share", type=float, help="of chunks at the sampler's levels")
     group.add_argument("--context-noise", type=float, help="noise on the history, at most")
     group.add_argument("--short-chance", type=float, help="share of steps with a short window")
@@ -124,8 +125,8 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     """The plan as the switches change it. UserError for a value that makes no sense."""
-    shares = ("ae_share", "own", "adversarial", "sampler_share", "context_noise", "short_chance")
-    for name in shares:
+    shares = ("ae_share", "own", "adversarial", "edges", "sampler_share", "context_noise")
+    for name in (*shares, "short_chance"):
         value = getattr(args, name)
         if value is not None and not 0 <= value <= 1:
             raise UserError(f"--{name.replace('_', '-')} must be 0 to 1, got {value}")
@@ -145,7 +146,10 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     for stage in stages:
         own = stage.own if args.own is None or stage.own == 0 else args.own
         critic = args.adversarial if args.adversarial is not None else stage.adversarial
-        changed.append(replace(stage, own=own, adversarial=critic if own > 0 else 0.0))
+        edges = args.edges if args.edges is not None else stage.edges
+        if own == 0:
+            critic = edges = 0.0
+        changed.append(replace(stage, own=own, adversarial=critic, edges=edges))
     training = replace(training, stages=tuple(changed), pose=not args.no_pose)
     autoencoder = plan.autoencoder
     if args.ae_lr is not None:
