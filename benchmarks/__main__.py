@@ -19,7 +19,9 @@ REGISTRY = {
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
     "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),
     "soak": ("soak", "ten thousand chunks through one cache: nothing may grow"),
+    "memory": ("memory", "what plan says a cache takes beside what a run takes"),
     "tune": ("tune", "device time of the launch rows worth trying"),
+    "beyond": ("beyond", "the evidence for qtc: recorded tensors, rollouts, recall"),
     "qtc": ("qtc", "qtc's kernels against the PyTorch code, and what they take"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }
