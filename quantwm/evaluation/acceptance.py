@@ -139,7 +139,10 @@ class Evaluation:
         run = Run(self.world, episode, self.steps)
         run.follow(range(start // self.size))
         frames = run.free(self._chunks(episode, start))
-        self.found.add("turn_first", episode, _psnr(frames[-1], episode.frame(start - 1)))
+        first = episode.frame(start - 1)
+        self.found.add("turn_first", episode, _psnr(frames[-1], first))
+        opposite = episode.frame(start + TURN // 2 - 1)
+        self.found.add("turn_chance", episode, _psnr(opposite, first))
         quarters = [TURN // 4 * (i + 1) - 1 for i in range(4)]
         for at in quarters:
             self.found.add("turn_quarters", episode, _psnr(frames[at], episode.frame(start + at)))

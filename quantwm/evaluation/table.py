@@ -41,6 +41,7 @@ ROWS = (
     RowSpec("turn_first", "full turn: after 360 degrees to the first frame", "dB", 22.0),
     RowSpec("turn_quarters", "full turn: quarters to truth", "dB", 20.0),
     RowSpec("turn_unseen", "full turn of an unseen room: after 360 degrees to the first", "dB"),
+    RowSpec("turn_chance", "for scale: truth at 180 degrees to the first frame", "dB"),
     RowSpec("back", "there and back through a door, 64+ frames apart", "dB", 20.0),
     RowSpec("back_window", "the same with a window of 16 frames", "dB"),
     RowSpec("ablation", "memory: full history over a 16-frame window", "dB", 3.0),
