@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import agreement, cache, chunk, codec, frames
+from benchmarks import agreement, cache, chunk, codec, frames, memory
 from benchmarks.guards import guarded_allocations
 from benchmarks.stopwatch import Stopwatch
 from quantwm.errors import UserError
@@ -137,3 +137,17 @@ def test_chunk_reads_each_lane_against_bf16(monkeypatch: pytest.MonkeyPatch) -> 
     assert result["parts_ms"]["qvg"]["rest"] == 60.0
     with pytest.raises(UserError, match="--lanes needs bf16"):
         chunk.run(argparse.Namespace(lanes="qvg"))
+
+
+@pytest.mark.parametrize("method", ["rtn", "kivi", "qvg", "qvg-pro", "quantwm", "qtc"])
+@pytest.mark.parametrize("kept", [(), ("--sink", "2", "--recent", "1")])
+def test_planned_memory_is_within_two_percent_of_a_run(method: str, kept: tuple[str, ...]) -> None:
+    parser = argparse.ArgumentParser()
+    memory.arguments(parser)
+    words = "--device cpu --layers 1 --heads 2 --head-dim 64 --grid 4,4 --window 12 --centroids 8"
+    row = memory.measured(method, parser.parse_args([*words.split(), *kept]))
+    assert set(row["apart"]) == {"stored", "scratch"}
+    assert all(abs(apart) <= 0.02 for apart in row["apart"].values()), row["apart"]
+    assert row["found"]["peak"] is None and row["planned"]["peak"] > row["planned"]["stored"]
+    result = {"hardware": {"device": "a CPU"}, "rows": [row]}
+    assert method in memory.table(result) and "resident" in memory.table(result)
