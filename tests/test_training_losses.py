@@ -157,7 +157,12 @@ def test_critic_learns_to_tell_blurred_chunks(clips):
 
 def test_every_kind_of_stage_steps_and_stays_finite(clips, tmp_path):
     training = TransformerTraining(
-        short_windows=(1, 2), context_chunks=1, critic_warmup=1, max_steps=3, log_every=1
+        short_windows=(1, 2),
+        context_chunks=1,
+        critic_warmup=1,
+        max_steps=3,
+        log_every=1,
+        second_round=0.5,
     )
     state = TrainState.fresh(CONFIG, training, 0, torch.device("cpu"))
     keys = clips.keys.to(torch.uint8)

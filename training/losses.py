@@ -39,7 +39,8 @@ class TransformerTraining:
     clips is disturbed by up to this much, unannounced, as a rollout's own history is. lost: share
     of clips without positions, as after a walk along a wall. sampler_share: share of the chunks
     at one of the two noise levels that the product's sampler asks for (1 and 0.75); the rest is
-    spread over all levels, and below sigma_floor the error's weight grows no more."""
+    spread over all levels, and below sigma_floor the error's weight grows no more. second_round: share of steps whose own
+    histories are made twice, the second time from the first."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),
@@ -62,6 +63,7 @@ class TransformerTraining:
     short_windows: tuple[int, ...] = (3, 4, 8)
     short_chance: float = 0.3
     context_chunks: int = 4
+    second_round: float = 0.3
     context_noise: float = 0.15
     pose: bool = True
     lost: float = 0.1
@@ -136,18 +138,24 @@ def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) ->
 def with_own_steps(
     model: Transformer, clips: Clips, clean: torch.Tensor, stream: Stream, stage: Stage,
     tables: tuple[torch.Tensor, torch.Tensor], attend: Attend, training: TransformerTraining,
-    generator: torch.Generator, residual_dtype: torch.dtype,
+    generator: torch.Generator, residual_dtype: torch.dtype, rounds: int,
 ) -> tuple[torch.Tensor, Stream]:  # fmt: skip
     """History and stream of a stage on the model's own rollouts: some chunks of the history are
-    generated, and half of the chunks to be denoised start from the model's own first step."""
+    generated, and half of the chunks to be denoised start from the model's own first step.
+
+    Every round beyond the first generates all chunks anew from the mixed history of the one
+    before, whose errors then lie one chunk deeper.
+    """
     per_chunk = model.config.frames_per_chunk
-    rollout = own_rollout(
-        model, clean, clips.keys, clips.pose, tables, attend, training.sigma_shift, generator,
-        residual_dtype,
-    )  # fmt: skip
-    history = mixed_history(
-        clean, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
-    )
+    history = clean
+    for _ in range(rounds):
+        rollout = own_rollout(
+            model, history, clips.keys, clips.pose, tables, attend, training.sigma_shift,
+            generator, residual_dtype,
+        )  # fmt: skip
+        history = mixed_history(
+            clean, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
+        )
     draw = torch.rand(stream.judged.shape, generator=generator, device=clean.device)
     own = draw < 0.5
     mask = own.repeat_interleave(per_chunk, dim=1)
@@ -192,11 +200,11 @@ def edge_error(
 def forward_loss(
     model: Transformer, clips: Clips, stage: Stage, tables: tuple[torch.Tensor, torch.Tensor],
     attend: Attend, full: Attend, training: TransformerTraining, generator: torch.Generator,
-    residual_dtype: torch.dtype,
+    residual_dtype: torch.dtype, rounds: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Stream]:  # fmt: skip
     """(loss, plain mean squared error, prediction [B, T, C, H, W], the stream it is of).
 
-    attend: of this step; full: sees the whole past, for the model's own rollouts.
+    attend: of this step; full: sees the whole past, for the model's own rollouts; rounds: of them.
     """
     per_chunk = model.config.frames_per_chunk
     clean = clips.latents.float()
@@ -204,8 +212,9 @@ def forward_loss(
     history = clean
     if stage.own > 0:
         history, stream = with_own_steps(
-            model, clips, clean, stream, stage, tables, full, training, generator, residual_dtype
-        )
+            model, clips, clean, stream, stage, tables, full, training, generator, residual_dtype,
+            rounds,
+        )  # fmt: skip
     history = disturbed(history, training.context_noise, generator)
     out = predict_clip(
         model, history, stream.noisy, stream.sigma, clips.keys, tables, attend, residual_dtype,

@@ -162,6 +162,7 @@ class Attention:
         chunks = frames // config.frames_per_chunk
         self._short = [w for w in training.short_windows if w < chunks]
         self._chance, self._full = training.short_chance, chunks
+        self._second = training.second_round
         windows = [*self._short, chunks]
         if kind == "flex":
             self._by_window = {
@@ -175,6 +176,10 @@ class Attention:
     @property
     def full(self) -> Attend:
         return self._by_window[self._full]
+
+    def rounds(self, generator: torch.Generator) -> int:
+        """How many own rollouts a step makes, in a stage that makes any."""
+        return 1 + int(float(torch.rand((), generator=generator)) < self._second)
 
     def pick(self, generator: torch.Generator) -> Attend:
         """Usually the whole past, now and then a short window (generator on the CPU)."""
@@ -257,7 +262,7 @@ def train_stage(
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss, mse, out, stream = forward_loss(
                 state.model, clips, stage, tables, masks.pick(chooser), masks.full, training,
-                generator, residual,
+                generator, residual, masks.rounds(chooser),
             )  # fmt: skip
             if stage.adversarial > 0:
                 judge_step(
