@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ ODD_SIZES = (
     (24, 880, 256, 256, 64, 8),
 )
 
+BASELINES = ("rtn", "kivi", "qvg-pro")
+"""Formats that run through PyTorch's operations on a GPU."""
+
 
 def check_full_size(device: torch.device) -> None:
     with guarded_allocations():
@@ -49,10 +53,10 @@ def check_odd_size(device: torch.device, shape: tuple[int, int, int, int, int, i
 
 
 def check_two_runs_are_bit_equal(device: torch.device) -> None:
-    """fit, encode and decode of both formats, twice, with other work between."""
+    """fit, encode and decode of every format with spans of its own, twice, other work between."""
     case = make_case(*FULL_SIZE, device, seed=3)
     guide = QueryGuide(case.weights, case.basis, case.eigenvalues)
-    for name in ("qvg", "quantwm"):
+    for name in ("qvg", "quantwm", *BASELINES):
         fmt = make_format(name)
         runs = []
         for _ in range(2):
@@ -100,6 +104,27 @@ def check_offsets_past_2_31(device: torch.device) -> None:
         del out, again, parts
     for many, one in zip(*results, strict=True):
         require(torch.equal(many.view(torch.uint8), one.view(torch.uint8)), "the last head differs")
+
+
+def check_baselines_past_2_31(device: torch.device) -> None:
+    """The same of the formats that have no kernel: encode, join, cut and decode."""
+    heads, tokens, dim = 40, 430_000, 128
+    generator = torch.Generator(device=device).manual_seed(2)
+    x = torch.empty(heads, tokens, dim, dtype=torch.bfloat16, device=device)
+    x.normal_(generator=generator)
+    for name in BASELINES:
+        fmt = make_format(name, **({"centroids": 16, "stages": 2} if name == "qvg-pro" else {}))
+        book = fmt.fit(x[:, :500].contiguous(), torch.Generator().manual_seed(0), None)
+        one = None if book is None else replace(book, centroids=book.centroids[-1:].contiguous())
+        decoded = []
+        for rows, own in ((x, book), (x[-1:], one)):
+            span = fmt.encode(rows, own, "keys", QueryGuide())
+            out = torch.full((1, tokens, dim), torch.nan, dtype=torch.bfloat16, device=device)
+            fmt.decode_heads_into(span, out, 0, 0, tokens, rows.shape[0] - 1)
+            decoded.append(out)
+            del span
+        require(not decoded[0].isnan().any(), f"{name}: a token was left unwritten")
+        require(torch.equal(*decoded), f"{name}: the last head differs")
 
 
 def check_no_recompilation(device: torch.device) -> None:
@@ -156,6 +181,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "fused": check_fused,
     "bit-equal": check_two_runs_are_bit_equal,
     "past-2^31": check_offsets_past_2_31,
+    "baselines-past-2^31": check_baselines_past_2_31,
     "no-recompilation": check_no_recompilation,
 }
 
