@@ -76,6 +76,11 @@ def plain(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
+def counted(count: int, thing: str) -> str:
+    """A number of things: 1 scene, 32 scenes."""
+    return f"{count} {thing}" + ("" if count == 1 else "s")
+
+
 def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdict:
     """A claim that a paired difference is above zero, decided by its interval.
 
@@ -83,7 +88,7 @@ def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdic
     """
     if difference is None or difference["mean"] is None:
         return Verdict(claim, "not measured", f"{what} was not measured in this run")
-    because = f"{what} is {cell(difference)} {unit} over {difference['count']} scenes"
+    because = f"{what} is {cell(difference)} {unit} over {counted(difference['count'], 'scene')}"
     if difference["count"] < 2:
         return Verdict(claim, "undecided", f"{because}; one scene decides nothing")
     if difference["low"] > 0:

@@ -10,7 +10,7 @@ import numpy as np
 
 from quantwm.report.jobs import Job, script
 from quantwm.report.scale import SCRIPTS, SLOW_TURN, STILL, Scale
-from quantwm.report.variants import ABLATION, METHODS, ROLES, SWEEPS, Variant, known
+from quantwm.report.variants import ABLATION, ALL, METHODS, ROLES, SWEEPS, Variant, known
 from quantwm.worlds.base import World
 
 SHEET_FRAMES = 7
@@ -46,15 +46,17 @@ def units_of(world: World, scale: Scale) -> list[Unit]:
 def rollout_jobs(world: World, scale: Scale) -> list[Job]:
     """Every rollout but those on true episodes, the most wanted first: time may run out."""
     units, few = units_of(world, scale), few_of(scale)
+    compared = (ALL["qvg"], ALL["quantwm"])
+    swept = (ALL["quantwm"], *SWEEPS)
     flicker = units[: scale.flicker_scenes]
     return [
         *_jobs(world, "main", units, METHODS, scale.chunks, scale.contact_sheets),
-        *_jobs(world, "short", units, (*ROLES, *ABLATION), scale.short_chunks),
+        *_jobs(world, "short", units, (*compared, *ROLES, *ABLATION), scale.short_chunks),
         *_jobs(world, "still", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "turn", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "minute", units[: scale.minute_scenes], few, scale.minute_chunks),
         *_jobs(world, "taught", units, METHODS, scale.taught, mode="teacher"),
-        *_jobs(world, "sweep", units[: scale.sweep_scenes], SWEEPS, scale.sweep_chunks),
+        *_jobs(world, "sweep", units[: scale.sweep_scenes], swept, scale.sweep_chunks),
     ]
 
 

@@ -194,20 +194,14 @@ def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
 
 
 def _short(results: Sequence[JobResult], variants: Sequence[Any], published: str) -> Document:
-    """PSNR and SSIM of a table's rows over the frames that all of them have."""
-    rows = {v.name: series_of(results, "short", v.name) for v in known(variants)}
+    """PSNR and SSIM of a table's rows, QVG and QuantWM among them."""
+    names = ("qvg", "quantwm", *(variant.name for variant in known(variants)))
+    rows = {name: series_of(results, "short", name) for name in names}
     frames = min((len(s.mse) for series in rows.values() for s in series), default=0)
-    scenes = [r.job.label for r in results if r.job.experiment == "short"]
-    for name in ("qvg", "quantwm"):
-        rows[name] = [
-            r.series[name]
-            for r in results
-            if r.job.experiment == "main" and r.job.label in scenes and name in r.series
-        ]
     part = slice(0, frames)
     return {
         "frames": frames,
-        "scenes": len(scenes),
+        "scenes": len(rows["quantwm"]),
         "rows": {name: _quality(series, part) for name, series in rows.items() if series},
         "paired": {
             name: paired(rows[published], series, lambda s: psnr_of(s, part))
@@ -242,24 +236,18 @@ def _quality(series: Sequence[Any], part: slice) -> dict[str, Figure | None]:
 
 def _sweep(results: Sequence[JobResult]) -> Document:
     """Tables 9 to 11: each setting, and its difference to the published one, scene by scene."""
-    labels = [r.job.label for r in results if r.job.experiment == "sweep"]
-    published = [
-        r.series["quantwm"]
-        for r in results
-        if r.job.experiment == "main" and r.job.label in labels and "quantwm" in r.series
-    ]
-    rows = {v.name: series_of(results, "sweep", v.name) for v in known(SWEEPS)}
+    names = ("quantwm", *(variant.name for variant in known(SWEEPS)))
+    rows = {name: series_of(results, "sweep", name) for name in names}
+    published = rows["quantwm"]
     frames = min((len(s.mse) for series in rows.values() for s in series), default=0)
     part = slice(0, frames)
-    rows["quantwm"] = published
     return {
         "frames": frames,
-        "scenes": len(labels),
+        "scenes": len(published),
         "rows": {
             name: {
                 **_quality(series, part),
                 "difference": paired(series, published, lambda s: psnr_of(s, part)),
-                "ms": numbers.mean_of([numbers.median_ms(s) for s in series]),
             }
             for name, series in rows.items()
             if series
@@ -268,14 +256,19 @@ def _sweep(results: Sequence[JobResult]) -> Document:
 
 
 def _latency(result: JobResult) -> Document:
-    """Milliseconds a chunk of each lane, alone on the device; the median of the second half."""
-    reference = numbers.median_ms(result.series[REFERENCE])
+    """Milliseconds a chunk of each lane, alone on the device, the second half of the run.
+
+    overhead: over the BF16 lane's same chunk, less 1, with an interval over chunks: on a machine
+    that does other things as well it is wide.
+    """
+    exact = numbers.warm_ms(result.series[REFERENCE])
     return {
         name: {
-            "ms": numbers.median_ms(series),
-            "overhead": numbers.median_ms(series) / reference - 1,
+            "ms": float(np.median(numbers.warm_ms(series))),
+            "overhead": figure(
+                [own / other - 1 for own, other in zip(numbers.warm_ms(series), exact, strict=True)]
+            ),
             "tokens": series.tokens,
-            "chunks": len(series.ms) - len(series.ms) // 2,
         }
         for name, series in result.series.items()
     }

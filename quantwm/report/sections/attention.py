@@ -13,6 +13,7 @@ from quantwm.report.document import (
     both,
     cell,
     compared,
+    counted,
     judge,
     plain,
 )
@@ -56,7 +57,11 @@ def roles(numbers: Mapping[str, Any]) -> Section:
         for model, errors in paper.TABLE_1.items()
     ]
     section.tables.append(
-        Table(f"Attention errors, {numbers['attention']['recordings']} recordings (Table 1)", rows)
+        Table(
+            "Attention errors (Table 1), "
+            + counted(numbers["attention"]["recordings"], "recording"),
+            rows,
+        )
     )
     section.tables.append(_by_layer(attention))
     rows = [["lane", "PSNR, dB", "SSIM", "paper: Matrix-Game-2, LingBot-v2"]]
@@ -67,7 +72,8 @@ def roles(numbers: Mapping[str, Any]) -> Section:
             rows.append([title_of(name), cell(row["psnr"]), cell(row["ssim"], 4), shown])
     section.tables.append(
         Table(
-            f"Free runs against BF16, first {short['frames']} frames, {short['scenes']} scenes "
+            f"Free runs against BF16, first {short['frames']} frames, "
+            f"{counted(short['scenes'], 'scene')} "
             "(Table 2)",
             rows,
         )
@@ -131,7 +137,7 @@ def selection(numbers: Mapping[str, Any]) -> Section:
                 ]
             )
     section.tables.append(
-        Table(f"{found['recordings']} recordings, layers {found.get('layers')}", rows)
+        Table(f"{counted(found['recordings'], 'recording')}, layers {found.get('layers')}", rows)
     )
     claim = "QuantWM changes far fewer selections than QVG (0.515 to 0.153 on average)"
     variants = found["variants"]
@@ -172,7 +178,9 @@ def ablation(numbers: Mapping[str, Any]) -> Section:
             ]
         )
     section.tables.append(
-        Table(f"First {found['frames']} frames, {found['scenes']} scenes (Table 5)", rows)
+        Table(
+            f"First {found['frames']} frames, {counted(found['scenes'], 'scene')} (Table 5)", rows
+        )
     )
     pairs = found["paired"]
     section.verdicts += [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantwm.report import paper
-from quantwm.report.document import Plot, Section, Table, Verdict, cell, judge, plain
+from quantwm.report.document import Plot, Section, Table, Verdict, cell, counted, judge, plain
 from quantwm.report.numbers import Figure, figure
 from quantwm.report.variants import title_of
 
@@ -71,7 +71,7 @@ def _flicker_table(found: Mapping[str, Any], title: str) -> Table:
                 plain(paper.mean(paper.TABLE_3_CONSISTENCY, name), 4),
             ]
         )
-    return Table(f"{title}, {found['scenes']} scenes", rows)
+    return Table(f"{title}, {counted(found['scenes'], 'scene')}", rows)
 
 
 def _unseen(found: Mapping[str, Any], title: str) -> Verdict:
@@ -150,7 +150,8 @@ def _recall_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
                 Verdict(
                     f"{name}: QuantWM's cache remembers as well as BF16's",
                     "undecided" if lost["count"] < 2 else "holds" if agrees else "does not hold",
-                    f"BF16's PSNR less QuantWM's is {cell(lost)} dB over {lost['count']} episodes",
+                    f"BF16's PSNR less QuantWM's is {cell(lost)} dB over "
+                    + counted(lost["count"], "episode"),
                 )
             )
     return verdicts
@@ -168,8 +169,8 @@ def minute(numbers: Mapping[str, Any]) -> Section:
     section = Section(
         "8. One minute, and the larger resolution",
         [
-            f"{found['seconds']:.0f} seconds, {found['scenes']} scenes. After so long there is no "
-            "reference: a lane is judged by whether it stays sharp, calm and consistent. The "
+            f"{found['seconds']:.0f} seconds, {counted(found['scenes'], 'scene')}. After so long "
+            "there is no reference: a lane is judged by whether it stays sharp, calm and consistent. The "
             "paper's Table 8 gives VBench averages, whose models are not here.",
             _resolutions(numbers["resolutions"]),
         ],
@@ -213,7 +214,7 @@ def _minute_verdict(lanes: Mapping[str, Any]) -> Verdict:
     exact, theirs, ours = (scores[n]["mean"] for n in ("bf16", "qvg", "quantwm"))
     because = (
         f"consistency {exact:.4f} for BF16, {ours:.4f} for QuantWM, {theirs:.4f} for QVG, "
-        f"over {scores['bf16']['count']} scenes"
+        f"over {counted(scores['bf16']['count'], 'scene')}"
     )
     agrees = abs(ours - exact) < abs(theirs - exact)
     few = scores["bf16"]["count"] < 2
