@@ -112,9 +112,9 @@ def _episodes(arguments: argparse.Namespace, world: EmbeddedWorld) -> list[Episo
     from quantwm.evaluation.sources import full_episodes, small_episodes
     from quantwm.worlds.embedded.adapter import ASSETS
 
-    if arguments.truth is not None:
-        return full_episodes(arguments.truth)
     spec = world.spec
+    if arguments.truth is not None:
+        return full_episodes(arguments.truth, spec.video_size)
     return small_episodes(ASSETS, spec.video_size, spec.cache.frames_per_chunk)
 
 

@@ -17,9 +17,17 @@ SMALL_SCENES = 3
 """Start scenes whose chunks are predicted in the small subset; all twelve would take a minute."""
 
 
-def full_episodes(folder: Path) -> list[Episode]:
-    """Episodes that training.truth made. UserError when there are none."""
-    return load_folder(folder)
+def full_episodes(folder: Path, size: tuple[int, int]) -> list[Episode]:
+    """Episodes that training.truth made, of frames of size (width, height). UserError otherwise."""
+    episodes = load_folder(folder)
+    for episode in episodes:
+        height, width = episode.frames.shape[1:3]
+        if (width, height) != size:
+            raise UserError(
+                f"the truth in {folder} has frames of {width} x {height}, these weights make "
+                f"{size[0]} x {size[1]}; make truth of that size"
+            )
+    return episodes
 
 
 def small_episodes(assets: Path, size: tuple[int, int], chunk: int) -> list[Episode]:
