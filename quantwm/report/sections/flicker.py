@@ -170,8 +170,8 @@ def minute(numbers: Mapping[str, Any]) -> Section:
         "8. One minute, and the larger resolution",
         [
             f"{found['seconds']:.0f} seconds, {counted(found['scenes'], 'scene')}. After so long "
-            "there is no reference: a lane is judged by whether it stays sharp, calm and consistent. The "
-            "paper's Table 8 gives VBench averages, whose models are not here.",
+            "there is no reference: a lane is judged by whether it stays sharp, calm and "
+            "consistent. The paper's Table 8 gives VBench averages, whose models are not here.",
             _resolutions(numbers["resolutions"]),
         ],
     )
