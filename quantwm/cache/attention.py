@@ -19,10 +19,9 @@ ScoreBias = Callable[[int, str, Tensor, int], Tensor]
 """(layer, stream, q [H, Nq, D], history tokens n) -> what is added to the scores of the cached
 tokens before the softmax, broadcastable to [H, Nq, n]. The current chunk is never corrected."""
 
-CUDNN_FLOPS = 2e11
-"""From here on cuDNN's attention is asked for. On an H200 it is 1.6 to 1.8 times as fast as
-FlashAttention-2, but plans anew for each number of tokens, some 10 ms of the host; a chunk runs
-the same size in every layer and pass, so the plan pays where a call is about half a millisecond."""
+CUDNN_FLOPS = 5e9
+"""Of one head; from here on cuDNN's attention is asked for, the fastest on an H200. It plans anew
+for each number of tokens; a chunk has the same number in every layer and pass."""
 
 CPU_SCORES = 1 << 20
 """Scores of a head held at a time on a CPU, whatever the number of heads: 2 MB."""
@@ -94,7 +93,7 @@ def _backend(q: Tensor, k: Tensor, mask: Tensor | None) -> AbstractContextManage
     """
     if not q.is_cuda or q.dtype != torch.bfloat16 or mask is not None or q.shape[2] > 128:
         return nullcontext()
-    flops = 4.0 * q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2]
+    flops = 4.0 * q.shape[1] * k.shape[1] * q.shape[2]  # of a head, whatever heads are at once
     if flops < CUDNN_FLOPS or not _has_cudnn_attention(q.device):
         return nullcontext()
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
