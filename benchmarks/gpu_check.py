@@ -24,6 +24,7 @@ from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
 from benchmarks.timing import device_named, hardware
+from kernels import fused
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import QueryGuide
@@ -151,13 +152,15 @@ def check_no_recompilation(device: torch.device) -> None:
                 tokens = fmt.tokens(span)
                 out = torch.empty(2, tokens + step, 128, dtype=torch.bfloat16, device=device)
                 fmt.decode_into(span, out, step, step, tokens)
+                sides = (fmt.side(span), fmt.side(span))
+                fused.fused(case.x[:, : 50 + step], [(*sides, step, tokens)], 0.1)
     finally:
         knobs.runtime.jit_post_compile_hook = previous
     print(f"    compilations over 20 lengths: {dict(compiled)}")
     # assign_kernel has two variants in this walk: k-means (float32 centroids) and encoding, each
-    # with and without QSAC's candidates.
+    # with and without QSAC's candidates; fused attention one for each format.
     for name, count in compiled.items():
-        variants = 3 if "assign" in name or "prepare" in name else 1
+        variants = 3 if "assign" in name or "prepare" in name else 2 if "flash" in name else 1
         require(count <= 2 * variants, f"{name} was compiled {count} times")
 
 
