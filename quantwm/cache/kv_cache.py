@@ -86,8 +86,9 @@ class KVCache(Held, Savable):
         write = LayerWrite(layer, k, v, q, stream)
         seen = self.reading(write, clean)
         q = q.to(self.dtype)
-        wanted = score_bias is not None and seen.past
-        bias = score_bias(layer, stream, q, seen.past) if wanted else None
+        bias = None
+        if score_bias is not None and seen.past:
+            bias = score_bias(layer, stream, q, seen.past).expand(*q.shape[:2], seen.past)
         out = attend(seen, q, self.workspace, bias)
         if clean:
             self._write(write)
