@@ -19,6 +19,16 @@ SETTINGS: dict[str, dict[str, object]] = {
     "quantwm": {"centroids": 4, "group_size": 8, "rank": 2},
     "qtc": {"basis_after": 1.0},
 }
+LASTING: dict[str, object] = {
+    **SETTINGS["quantwm"],
+    "centroid_bits": 8,
+    "book_bits": 150.0,
+    "refit_above": 1.01,
+    "refit_after": 6,
+    "compact_statistics": True,
+}
+"""quantwm whose codebooks outlive spans. One of 4 centroids in 16 channels takes 72 bytes a head,
+a basis 64: 150 bits hold one of each at 12 tokens and allow some more as the history grows."""
 
 
 def make_cache(

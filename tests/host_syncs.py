@@ -27,7 +27,8 @@ class HostSyncs(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = func.overloadpacket.__name__
-        if name in READS or name.startswith("_linalg"):
+        masked = name == "index" and any(t is not None and t.dtype == torch.bool for t in args[1])
+        if masked or name in READS or name.startswith("_linalg"):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 

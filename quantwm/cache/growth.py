@@ -56,10 +56,10 @@ def guide_for(
         learned = past.learner.guide(lesson, TokenPositions(first, rest))
         full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
     life = outliving(fmt)
-    refits = None if life is None else _refits(past, life, fmt, spec, rest, full)
+    anew = ANEW if life is None else _anew(past, life, fmt, spec, rest, full)
     last_basis = span.basis
-    if full or refits:
-        span = _opened(past, life, refits)
+    if full or anew.books:
+        span = _opened(past, anew)
     span = replace(span, lesson=lesson)
     if fmt.uses_queries:
         weights = statistics.sensitivity() if fmt.full_moment else statistics.weights()
@@ -70,26 +70,45 @@ def guide_for(
     return ChunkGuide(replace(span, tokens=span.tokens + rest), weights, learned)
 
 
-def _refits(
+@dataclass(frozen=True)
+class Anew:
+    """What a new span makes anew: these codebooks (None for all), and whether the basis too."""
+
+    books: tuple[int, ...] | None
+    basis: bool
+
+
+ANEW = Anew(None, True)
+"""Everything, as published."""
+
+
+def _anew(
     past: Past, life: CodebookLife, fmt: Format[Any], spec: CacheSpec, rest: int, full: bool
-) -> tuple[int, ...]:
-    """Codebooks to fit again with a chunk of `rest` tokens, were it to open a span."""
+) -> Anew:
+    """What no longer fits, as far as the bits go, were a chunk of `rest` tokens to open a span."""
     if not full and past.span.tokens < life.refit_after:
-        return ()
+        return Anew((), False)
     encoded = [segment for segment in past.segments if segment.encoded]
     spans = [span for segment in encoded for span in (*segment.keys, *segment.values)]
     tokens = sum(segment.tokens for segment in encoded) + rest
     heads = spec.heads * spec.layers * len(spec.streams)
     free = life.book_bits * tokens * heads / 8 - shared_bytes(fmt, spans)
-    return past.fit.wanted(life.refit_above, int(free // fmt.book_bytes(spec.heads, spec.head_dim)))
+    basis = past.span.basis
+    if basis is None:
+        free -= heads * spec.head_dim * fmt.rank * 2  # the first one is still to come
+    moved = basis is not None and past.fit.basis_moved() and basis.nbytes <= free
+    if moved:
+        free -= basis.nbytes
+    room = int(free // fmt.book_bytes(spec.heads, spec.head_dim))
+    return Anew(past.fit.wanted(life.refit_above, room), moved)
 
 
-def _opened(past: Past, life: CodebookLife | None, refits: tuple[int, ...] | None) -> SpanPlan:
-    """The next span, with the last one's basis where that may outlive it and still fits."""
+def _opened(past: Past, anew: Anew) -> SpanPlan:
+    """The next span, with the last one's basis where that is not made anew."""
     number = past.span.number + 1
-    if life is None or past.span.basis is None or past.fit.basis_moved():
-        return SpanPlan(number, tokens=0, refits=refits)
-    return replace(past.span, number=number, tokens=0, refits=refits)
+    if past.span.basis is None or anew.basis:
+        return SpanPlan(number, tokens=0, refits=anew.books)
+    return replace(past.span, number=number, tokens=0, refits=anew.books)
 
 
 def grown(
