@@ -23,7 +23,9 @@ LANES = ("bf16", "qvg", "quantwm")
 
 
 def fake_run(mode: str = "free") -> FakeEngine:
-    settings = Settings(scene="hall", seed=0, lanes=LANES, mode=mode, steps=2, speed=0)
+    settings = Settings(
+        world=SPEC.name, scene="hall", seed=0, lanes=LANES, mode=mode, steps=2, speed=0
+    )
     return FakeEngine(settings, delay=0.0)
 
 
