@@ -112,7 +112,7 @@ def test_verdicts_follow_the_numbers():
 
 def test_plots_and_sheets():
     svg = to_svg(Plot("T <1>", "s", "dB", [0, 1, 2], {"a": [1, None, 3], "b": [2, 2, 2]}))
-    assert svg.count("<polyline") == 5 and "T &lt;1&gt;" in svg
+    assert svg.count("<polyline") == 5 and "T &lt;1&gt;, dB" in svg
     assert to_svg(Plot("T", "s", "dB", [], {})) == ""
     frames = np.zeros((3, 10, 12, 3), np.uint8)
     assert to_png(Sheet("t", [("a", frames), ("b", frames[:2])])).startswith(b"\x89PNG")

@@ -30,7 +30,7 @@ def to_svg(plot: Plot) -> str:
 
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(plot.title)}">',
-        f'<text x="{LEFT}" y="16" class="head">{escape(plot.title)}</text>',
+        f'<text x="{LEFT}" y="16" class="head">{escape(plot.title)}, {escape(plot.y_label)}</text>',
     ]
     for tick in _ticks(low, high):
         _, y = place(0, tick)
@@ -41,7 +41,6 @@ def to_svg(plot: Plot) -> str:
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="mid">{tick:g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" class="mid">{escape(plot.x_label)}</text>')
-    parts.append(f'<text x="{LEFT - 6}" y="{TOP - 8}" class="end">{escape(plot.y_label)}</text>')
     for number, (name, line) in enumerate(plot.lines.items()):
         style = _style(number)
         placed = [None if y is None else place(x, y) for x, y in zip(plot.x, line, strict=False)]
