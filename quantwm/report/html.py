@@ -28,7 +28,8 @@ p{max-width:76ch}.soft{color:var(--soft);font-size:14px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding:14px 0 6px}
 th,td{padding:5px 12px 5px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600;white-space:normal;vertical-align:bottom}tr:nth-child(even) td{background:var(--band)}
+th{font-weight:600;white-space:normal;vertical-align:bottom}
+tr:nth-child(even) td{background:var(--band)}
 .verdict{border-left:4px solid var(--mark);padding:4px 0 4px 14px;margin:14px 0;max-width:80ch}
 .verdict b{color:var(--mark)}.yes{--mark:var(--yes)}.no{--mark:var(--no)}.open{--mark:var(--open)}
 .none{--mark:var(--none)}
