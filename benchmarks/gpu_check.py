@@ -22,6 +22,7 @@ import torch
 from benchmarks import codec
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
+from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
 from benchmarks.timing import device_named, hardware
 from kernels import fused
@@ -183,6 +184,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     **{"odd-size " + "x".join(map(str, s)): partial(check_odd_size, shape=s) for s in ODD_SIZES},
     "fused": check_fused,
     "bit-equal": check_two_runs_are_bit_equal,
+    "host-syncs": check_one_sync_a_chunk,
     "past-2^31": check_offsets_past_2_31,
     "baselines-past-2^31": check_baselines_past_2_31,
     "no-recompilation": check_no_recompilation,
