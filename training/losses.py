@@ -39,8 +39,9 @@ class TransformerTraining:
     clips is disturbed by up to this much, unannounced, as a rollout's own history is. lost: share
     of clips without positions, as after a walk along a wall. sampler_share: share of the chunks
     at one of the two noise levels that the product's sampler asks for (1 and 0.75); the rest is
-    spread over all levels, and below sigma_floor the error's weight grows no more. second_round: share of steps whose own
-    histories are made twice, the second time from the first."""
+    spread over all levels, and below sigma_floor the error's weight grows no more.
+    second_round: share of steps whose own histories are made twice, the second time from the
+    first."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),

@@ -33,7 +33,7 @@ class AutoencoderTraining:
     weight_decay: float = 0.01
     mse_weight: float = 2.0
     gradient_weight: float = 0.5
-    energy_weight: float = 0.3
+    energy_weight: float = 0.5
     latent_noise: float = 0.03
     latent_penalty: float = 1e-4
     ema: float = 0.998
@@ -69,7 +69,9 @@ def energy_error(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean difference of edge strength in 8 x 8 patches of pictures [N, 3, H, W].
 
     Errors alone are least where a texture that cannot be stored is left out: at 34 dB the first
-    autoencoder kept 0.56 to 0.70 of the truth's gradients. This asks for their strength back.
+    autoencoder kept 0.56 to 0.70 of the truth's gradients. This asks for their strength back. 160 steps on its
+    weights with weight 0, 0.3 and 1 gave 33.81, 33.70 and 33.27 dB with 0.67, 0.78 and 0.91 of
+    the gradients.
     """
     total = torch.zeros((), device=out.device)
     for axis in (2, 3):
