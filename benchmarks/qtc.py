@@ -208,7 +208,7 @@ def parts(case: Case) -> dict[str, Callable[[], object]]:
     return {
         "  of which mean": tokens.centre,
         "  of which metric": lambda: slot.metric(128),
-        "  of which projection and codes": lambda: tokens.encoded(mean, slot.keys, metric),
+        "  of which projection and codes": lambda: tokens.encoded(mean, slot.keys, metric, 2),
         "  second moment": lambda: tokens.second_moment(),
     }
 
@@ -237,7 +237,9 @@ def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
         seen = Tokens.of(case.k, ROPE, case.positions)
         for block, warps in ((16, 4), (32, 4), (32, 8), (64, 8)):
             qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "")
-            ms = measure(lambda: seen.encoded(mean, case.slot.keys, metric), case.device, 10).median
+            ms = measure(
+                lambda: seen.encoded(mean, case.slot.keys, metric, 2), case.device, 10
+            ).median
             rows.append({"encode": [block, warps], "ms": round(ms, 4)})
     finally:
         qtc_tuning.DECODE.update(kept[0])

@@ -90,7 +90,7 @@ def test_codes_are_the_reference_s(monkeypatch: pytest.MonkeyPatch, shape: tuple
         for on in (False, True):
             with_kernels(monkeypatch, on)
             tokens = Tokens.of(case.x, layout, positions)
-            found.append(tokens.encoded(mean, case.basis, case.metric))
+            found.append(tokens.encoded(mean, case.basis, case.metric, 2))
         differ = [int((a != b).sum()) for a, b in zip(*found, strict=True)]
         assert differ == [0, 0] if layout is None else max(differ) <= case.x.shape[1] // 20
 

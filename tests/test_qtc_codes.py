@@ -156,9 +156,10 @@ def test_feedback_costs_less_than_rounding() -> None:
     """LDLQ and the descent lower the cost in the metric; the descent never raises it."""
     metric = _spd(7).float()
     z = _randn(2, 200, 32, seed=2)
-    plain = qtc_fallback.level(qtc_fallback.nearest(z)) - z
-    codes, error = qtc_fallback._ldlq(z, metric)
-    descended = qtc_fallback.level(qtc_fallback._descend(z, metric, codes, error.clone())) - z
+    plain = qtc_fallback.level(qtc_levels.quantize(z, 2), 2) - z
+    codes, error = qtc_fallback._ldlq(z, metric, 2)
+    descended = qtc_fallback._descend(z, metric, codes, error.clone(), 2)
+    descended = qtc_fallback.level(descended, 2) - z
     costs = [((e @ metric) * e).sum(-1) for e in (plain, error, descended)]
     assert float(costs[1].mean()) < 0.7 * float(costs[0].mean())
     assert bool((costs[2] <= costs[1] * (1 + 1e-4) + 1e-4).all())

@@ -40,11 +40,13 @@ class QtcConfig:
             take no row of the basis.
         key_width, value_width: most bits of a channel.
         basis_after: tokens, per channel of a head, seen before the first basis; they are coded
-            without (2 bits an element), since fewer do not determine a covariance.
+            without, since fewer do not determine a covariance.
+        plain_bits: of an element of those first tokens, which are read to the end.
         horizon_frames: over which relative positions a query may read, in latent frames; at most
             the cache's window.
-        unrotate, weigh, average: to measure what each is worth: keys un-rotated, errors weighed by
-            past queries, those averaged over relative positions.
+        unrotate, weigh, average, token_gains, chunk_means: to measure what each is worth: keys
+            un-rotated, errors weighed by past queries, those averaged over relative positions, a
+            gain for each token, a mean for each chunk.
     """
 
     key_bits: float = 2.0
@@ -54,10 +56,13 @@ class QtcConfig:
     key_width: int = 6
     value_width: int = 5
     basis_after: float = 3.0
+    plain_bits: int = 2
     horizon_frames: int = 64
     unrotate: bool = True
     weigh: bool = True
     average: bool = True
+    token_gains: bool = True
+    chunk_means: bool = True
 
     def __post_init__(self) -> None:
         for role in ("key", "value"):
@@ -72,6 +77,8 @@ class QtcConfig:
                     f"{role}_bits must be above 0 and at most {rows * width:g}, "
                     f"{role}_rows * {role}_width; got {bits}"
                 )
+        if not 1 <= self.plain_bits <= MAX_WIDTH:
+            raise UserError(f"plain_bits must be 1 to {MAX_WIDTH}, got {self.plain_bits}")
         if not self.basis_after > 0:
             raise UserError(f"basis_after must be above 0, got {self.basis_after}")
         if self.horizon_frames < 1:
@@ -85,6 +92,9 @@ PRESETS = {
     "without-unrotation": QtcConfig(unrotate=False),
     "without-queries": QtcConfig(weigh=False),
     "without-averaging": QtcConfig(average=False),
+    "without-gains": QtcConfig(token_gains=False),
+    "without-means": QtcConfig(chunk_means=False),
+    "without-bases": QtcConfig(basis_after=1e9),
 }
 """small, medium, large: about 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072
 tokens a basis. The others are medium without one ingredient, for docs/beyond.md."""
@@ -151,7 +161,7 @@ class QtcFormat:
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> QtcSpan:
         heads, tokens, head_dim = x.shape
-        known = guide.learned
+        known, config = guide.learned, self.config
         if not isinstance(known, SlotGuide):
             known = SlotGuide.unknown(tokens, x.device)
         basis = known.keys if role == "keys" else known.values
@@ -161,9 +171,10 @@ class QtcFormat:
         about = torch.zeros(heads, head_dim, device=x.device)
         if basis is not None:
             about = basis.mean.float()
-        mean_codes, mean_scales = qtc_gain.mean_codes(tokens_in.centre()[0], about)
+        mean = tokens_in.centre()[0] if config.chunk_means or basis is None else about
+        mean_codes, mean_scales = qtc_gain.mean_codes(mean, about)
         mean = qtc_gain.decoded_means(mean_codes, mean_scales, about).squeeze(1)
-        codes, gains = tokens_in.encoded(mean, basis, metric)
+        codes, gains = tokens_in.encoded(mean, basis, metric, config.plain_bits, config.token_gains)
         rope = tokens_in.rope
         return QtcSpan(
             codes=codes,

@@ -10,7 +10,9 @@ from quantwm.cache.formats.qtc_basis import Basis, analysis, channel_costs
 from quantwm.cache.formats.qtc_planes import BLOCK, Widths
 
 
-def encode_in_basis(x: Tensor, basis: Basis, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode_in_basis(
+    x: Tensor, basis: Basis, metric: Tensor | None, token_gains: bool = True
+) -> tuple[Tensor, Tensor]:
     """Codes uint8 [H, N, B / 8] and gains uint8 [H, N] of x: float32 [H, N, D], mean removed.
 
     The gain is the root mean square of the coded channels in units of their deviations, or one
@@ -19,17 +21,22 @@ def encode_in_basis(x: Tensor, basis: Basis, metric: Tensor | None) -> tuple[Ten
     coordinates = torch.bmm(x, analysis(basis, metric))
     costs = channel_costs(basis, metric)
     found = [
-        _encode_head(z, widths, cost)
+        _encode_head(z, widths, cost, token_gains)
         for z, widths, cost in zip(coordinates, basis.host_widths, costs, strict=True)
     ]
     return torch.stack([codes for codes, _ in found]), torch.stack([gain for _, gain in found])
 
 
-def _encode_head(z: Tensor, widths: Widths, costs: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_head(
+    z: Tensor, widths: Widths, costs: Tensor, token_gains: bool = True
+) -> tuple[Tensor, Tensor]:
     """z: float32 [N, u]; costs: float32 [u], of a unit error in each channel."""
     coded = BLOCK * qtc_planes.coded_blocks(widths)
     z, costs = z[:, :coded], costs[:coded]
-    centre = qtc_gain.gain_codes(z.square().mean(-1).sqrt())
+    power = z.square().mean(-1)
+    if not token_gains:
+        power = power.mean().expand_as(power)
+    centre = qtc_gain.gain_codes(power.sqrt())
     steps = torch.tensor([[0], [-1], [1]], dtype=torch.int32, device=z.device)
     tried = torch.where(centre > 0, (centre + steps).clamp(1, 255), 0)  # [3, N]
     gains = qtc_gain.gains(tried).view(-1, 1)
@@ -76,12 +83,12 @@ def _levels(packed: Tensor, widths: Widths) -> Tensor:
     return qtc_levels.look_up(qtc_planes.unpack(packed, widths, first=1))
 
 
-def encode_plain(x: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
+def encode_plain(x: Tensor, metric: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """Without a basis. x: float32 [H, N, D], mean removed; metric: float64 [H, D, D] or None."""
     heads, tokens, head_dim = x.shape
     turn = qtc_fallback.rotation(head_dim, x.device)
     rotated = x @ turn
-    widths = plain_widths(head_dim)
+    widths = plain_widths(head_dim, bits)
     flat, unit = rotated.flatten(0, 1), torch.ones(head_dim, device=x.device)
     packed, gain = _encode_head(flat, widths, unit)
     packed, gain = packed.unflatten(0, (heads, tokens)), gain.view(heads, tokens)
@@ -90,16 +97,17 @@ def encode_plain(x: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     turned = turn.t() @ metric.float() @ turn
     scale = qtc_gain.gains(gain).unsqueeze(-1)
     z = rotated / torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = qtc_fallback.feedback_codes(z, turned)
+    codes = qtc_fallback.feedback_codes(z, turned, bits)
     return qtc_planes.pack(codes.flatten(0, 1), widths).unflatten(0, (heads, tokens)), gain
 
 
 def decode_plain(codes: Tensor, gain: Tensor, head_dim: int) -> Tensor:
     """Without the mean: float32 [H, N, D]."""
-    levels = _levels(codes.flatten(0, 1), plain_widths(head_dim)).view(*gain.shape, head_dim)
+    widths = plain_widths(head_dim, 8 * codes.shape[2] // head_dim)
+    levels = _levels(codes.flatten(0, 1), widths).view(*gain.shape, head_dim)
     out = levels @ qtc_fallback.rotation(head_dim, codes.device).t()
     return out.mul_(qtc_gain.gains(gain).unsqueeze(-1))
 
 
-def plain_widths(head_dim: int) -> Widths:
-    return (qtc_fallback.BITS,) * (head_dim // BLOCK)
+def plain_widths(head_dim: int, bits: int) -> Widths:
+    return (bits,) * (head_dim // BLOCK)

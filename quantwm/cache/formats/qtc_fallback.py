@@ -1,7 +1,7 @@
-"""Codes without a basis: Hadamard, four Lloyd levels, one gain; for chunks before any statistics.
+"""Codes without a basis: Hadamard, Lloyd levels, one gain; for chunks before any statistics.
 
 The rotation leaves no outlier channel, so the feedback of LDLQ (each channel's error is made up
-for by the channels after it, in the metric of past queries) has room on a grid of four levels; one
+for by the channels after it, in the metric of past queries) has room on a grid of few levels; one
 sweep of coordinate descent then changes single codes where that lowers the cost.
 """
 
@@ -12,12 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantwm.cache.formats.qtc_levels import HALF_LEVELS
+from quantwm.cache.formats.qtc_levels import quantize, table
 
-BITS = 2
 DAMPING = 0.1
 """Of the mean diagonal, added for the feedback only: full feedback overshoots four levels."""
-_INNER, _OUTER = HALF_LEVELS[BITS - 1]
 
 
 @lru_cache(maxsize=8)
@@ -42,27 +40,22 @@ def _cosines(size: int) -> Tensor:
     return matrix * (2.0 / size) ** 0.5
 
 
-def nearest(z: Tensor) -> Tensor:
-    """Code of the nearest level, uint8. z: any shape, in units of the gain."""
-    border = (_INNER + _OUTER) / 2
-    return (z > -border).to(torch.uint8) + (z > 0) + (z > border)
+def level(code: Tensor, bits: int) -> Tensor:
+    """The level of a code of so many bits, float32."""
+    return table(code.device)[2**bits + code.long()]
 
 
-def level(code: Tensor) -> Tensor:
-    return torch.tensor([-_OUTER, -_INNER, _INNER, _OUTER], device=code.device)[code.long()]
-
-
-def feedback_codes(z: Tensor, metric: Tensor) -> Tensor:
+def feedback_codes(z: Tensor, metric: Tensor, bits: int) -> Tensor:
     """Codes whose error costs little in a metric: LDLQ, then one sweep of coordinate descent.
 
     z: float32 [H, N, D] in units of each token's gain; metric: float32 [H, D, D], positive
     definite, in the rotated domain. Returns uint8 [H, N, D].
     """
-    codes, error = _ldlq(z, metric)
-    return _descend(z, metric, codes, error)
+    codes, error = _ldlq(z, metric, bits)
+    return _descend(z, metric, codes, error, bits)
 
 
-def _ldlq(z: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+def _ldlq(z: Tensor, metric: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """H = U D U^T with U unit upper triangular: channel k aims at z_k - sum_i<k e_i U_ik."""
     eye = torch.eye(metric.shape[-1], device=metric.device)
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
@@ -72,19 +65,19 @@ def _ldlq(z: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     error = torch.zeros_like(z)
     for k in range(z.shape[2]):
         aim = z[:, :, k] - (error[:, :, :k] @ upper[:, :k, k : k + 1]).squeeze(-1)
-        codes[:, :, k] = nearest(aim)
-        error[:, :, k] = level(codes[:, :, k]) - z[:, :, k]
+        codes[:, :, k] = quantize(aim, bits)
+        error[:, :, k] = level(codes[:, :, k], bits) - z[:, :, k]
     return codes, error
 
 
-def _descend(z: Tensor, metric: Tensor, codes: Tensor, error: Tensor) -> Tensor:
+def _descend(z: Tensor, metric: Tensor, codes: Tensor, error: Tensor, bits: int) -> Tensor:
     """One sweep: each channel takes the level that costs least with all others as they are."""
     slope = error @ metric
     diagonal = metric.diagonal(dim1=-2, dim2=-1)
     for k in range(z.shape[2]):
         own = error[:, :, k]
-        wanted = nearest(z[:, :, k] + own - slope[:, :, k] / diagonal[:, None, k])
-        change = level(wanted) - z[:, :, k] - own
+        wanted = quantize(z[:, :, k] + own - slope[:, :, k] / diagonal[:, None, k], bits)
+        change = level(wanted, bits) - z[:, :, k] - own
         slope += change.unsqueeze(-1) * metric[:, None, k]
         error[:, :, k] = own + change
         codes[:, :, k] = wanted

@@ -121,11 +121,11 @@ class QtcSpan:
         if kernels is None:
             return self._decode_plainly
         device, head_dim = self.codes.device, self.mean_codes.shape[2]
-        basis = self.basis
+        basis, plain_bits = self.basis, 8 * self.codes.shape[2] // head_dim
         return kernels.decode.prepare_qtc(
             self.codes,
             self.gains,
-            plain_basis(head_dim, device) if basis is None else basis.tensors(),
+            plain_basis(head_dim, plain_bits, device) if basis is None else basis.tensors(),
             (self.mean_codes, self.mean_scales, self.chunk_stops),
             (qtc_levels.pair_levels(device), gain_table(device)),
             turning(kernels, self.rope, self.positions, self.mean_codes),

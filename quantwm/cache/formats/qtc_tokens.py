@@ -111,21 +111,30 @@ class Tokens:
         return x.transpose(1, 2) @ x
 
     def encoded(
-        self, mean: Tensor, basis: Basis | None, metric: Tensor | None
+        self,
+        mean: Tensor,
+        basis: Basis | None,
+        metric: Tensor | None,
+        plain_bits: int,
+        token_gains: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Codes and gains of what is left without the mean, float32 [H, D]."""
-        if self._kernels is None or (basis is None and metric is not None):
+        """Codes and gains of what is left without the mean, float32 [H, D].
+
+        plain_bits: of codes without a basis.
+        """
+        feedback = basis is None and metric is not None
+        if self._kernels is None or feedback or not token_gains:
             x = self.plain - mean.unsqueeze(1)
             if basis is None:
-                return qtc_coder.encode_plain(x, metric)
-            return qtc_coder.encode_in_basis(x, basis, metric)
+                return qtc_coder.encode_plain(x, metric, plain_bits)
+            return qtc_coder.encode_in_basis(x, basis, metric, token_gains)
         heads, _, head_dim = self.given.shape
         device = self.given.device
         if basis is None:
-            widths = plain_basis(head_dim, device)[3]
+            widths = plain_basis(head_dim, plain_bits, device)[3]
             analysis = qtc_fallback.rotation(head_dim, device).expand(heads, -1, -1).contiguous()
             costs = torch.ones(heads, head_dim, device=device)
-            widths, words = widths.expand(heads, -1).contiguous(), 2 * head_dim // BLOCK
+            widths, words = widths.expand(heads, -1).contiguous(), plain_bits * head_dim // BLOCK
         else:
             analysis = qtc_basis.analysis(basis, metric)
             costs = qtc_basis.channel_costs(basis, metric)
@@ -165,12 +174,14 @@ def gain_table(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def plain_basis(head_dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def plain_basis(
+    head_dim: int, bits: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The Hadamard rotation in a basis's tensors, one for all heads; head_dim a power of two."""
     signs = torch.sign(qtc_fallback.rotation(head_dim, torch.device("cpu"))).t()
     return (
         signs.to(torch.int8).contiguous().unsqueeze(0).to(device),
         torch.full((1, head_dim), head_dim**-0.5, dtype=torch.bfloat16, device=device),
         torch.zeros(1, head_dim, dtype=torch.bfloat16, device=device),
-        torch.full((1, head_dim // BLOCK), qtc_fallback.BITS, dtype=torch.uint8, device=device),
+        torch.full((1, head_dim // BLOCK), bits, dtype=torch.uint8, device=device),
     )
