@@ -69,9 +69,9 @@ def energy_error(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Mean difference of edge strength in 8 x 8 patches of pictures [N, 3, H, W].
 
     Errors alone are least where a texture that cannot be stored is left out: at 34 dB the first
-    autoencoder kept 0.56 to 0.70 of the truth's gradients. This asks for their strength back. 160 steps on its
-    weights with weight 0, 0.3 and 1 gave 33.81, 33.70 and 33.27 dB with 0.67, 0.78 and 0.91 of
-    the gradients.
+    autoencoder kept 0.56 to 0.70 of the truth's gradients. This asks for their strength back.
+    160 steps on its weights with weight 0, 0.3 and 1 gave 33.81, 33.70 and 33.27 dB with 0.67,
+    0.78 and 0.91 of the gradients.
     """
     total = torch.zeros((), device=out.device)
     for axis in (2, 3):
