@@ -42,6 +42,10 @@ CODE_TO_KEY = {
 walks with the up arrow all the same."""
 
 
+ALL_KEYS = {name: code for code, names in CODE_TO_KEY.items() for name in names[:1]}
+"""Key names that some world may know."""
+
+
 def bind_keys(world_keys: Mapping[str, str]) -> dict[str, str]:
     """Physical key codes -> key names of this world, for those that it knows."""
     bound = {}

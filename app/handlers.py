@@ -15,7 +15,7 @@ from typing import Protocol
 
 from app import limits, wire
 from app.backend import MODES, Backend, Catalogue, Settings
-from app.controls import number, parse_snapshot, whole
+from app.controls import ALL_KEYS, number, parse_snapshot, whole
 from app.downloads import Downloads
 from app.files import read_upload
 from app.inspector.probe import Prober
@@ -148,7 +148,8 @@ class Handlers:
         fields = payload if isinstance(payload, Mapping) else {}
         settings = fields.get("settings")
         catalogue = self._catalogue(settings)
-        snapshot = parse_snapshot(payload, catalogue.world.keys)
+        # A world that gives way to another may still have its keys held.
+        snapshot = parse_snapshot(payload, {**catalogue.world.keys, **ALL_KEYS})
         if settings is not None:
             parse_settings(settings, catalogue)
         fresh = self.sessions.desk.submit(session.slot, snapshot)

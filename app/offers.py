@@ -11,7 +11,8 @@ import torch
 from app.backend import LANES, Catalogue, LaneChoice, WorldCard
 from quantwm.cache import FORMATS
 from quantwm.errors import UserError
-from quantwm.lanes import lanes_for
+from quantwm.lanes import CPU_MAX_TOKENS, lanes_for
+from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import (
     WORLDS,
     world_presence,
@@ -106,6 +107,16 @@ class WorldOffers:
             scripts=world_scripts(name),
         )
 
+    def _slow(self, spec: WorldSpec) -> str | None:
+        """A CPU keeps fewer tokens than one chunk of a large world has."""
+        least = (spec.policy.sink_frames + 2 * spec.cache.frames_per_chunk) * (
+            spec.cache.tokens_per_frame
+        )
+        if self._device.type != "cpu" or least <= CPU_MAX_TOKENS:
+            return None
+        title = spec.title.partition(":")[0]
+        return f"{title} is made for a GPU: on a CPU its history and a chunk do not fit"
+
     def _make_card(self, name: str) -> WorldCard:
         spec, presence, fitting = world_spec(name), world_presence(name), self._fit(name)
         title, _, note = spec.title.partition(": ")
@@ -121,6 +132,6 @@ class WorldOffers:
             capacity=fitting.capacity,
             present=presence.present,
             problem=presence.problem,
-            advice=fitting.advice,
+            advice=fitting.advice or self._slow(spec),
             lanes=fitting.lanes,
         )

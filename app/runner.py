@@ -110,9 +110,11 @@ class Runner:
             self._release()
             yield from self._start(settings)
         except UserError as error:
-            yield self._say("notice", message=str(error), world=before.world)
-            self._report(stage="", progress=1.0)
-            if self._engine is None:
+            goes_on = self._engine is not None
+            yield self._say("notice", message=str(error), world=before.world, running=goes_on)
+            if goes_on:
+                self._report(stage="", progress=1.0)
+            else:
                 yield from self._start(before)
 
     def _start(self, settings: Settings) -> Iterator[str]:
@@ -201,10 +203,10 @@ class Runner:
                 raise UserError("the prompt is empty: describe what should be seen")
             self._engine.change_prompt(wanted)
         except UserError as error:
-            yield self._say("notice", message=str(error), world=self._world.name)
+            yield self._say("notice", message=str(error), world=self._world.name, running=True)
         else:
             yield self._say("notice", message="The prompt is in use from the next chunk on",
-                            world=self._world.name, good=True)  # fmt: skip
+                            world=self._world.name, running=True, good=True)  # fmt: skip
         finally:
             self._report(stage="", progress=1.0)
 

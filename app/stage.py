@@ -15,6 +15,7 @@ SCRIPTS = (
     "input.js",
     "lanes.js",
     "panels.js",
+    "worlds.js",
     "state.js",
     "talk.js",
     "show.js",

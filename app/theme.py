@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import gradio as gr
 
-CSS_FILE = Path(__file__).parent / "web" / "stage.css"
+STYLES = [Path(__file__).parent / "web" / name for name in ("stage.css", "worlds.css")]
 
 
 def make_head() -> str:
@@ -16,7 +16,7 @@ def make_head() -> str:
     which loses shorthands that hold variables, and container queries."""
     return (
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{CSS_FILE.read_text()}</style>"
+        f"<style>{''.join(style.read_text() for style in STYLES)}</style>"
     )
 
 

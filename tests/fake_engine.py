@@ -200,7 +200,7 @@ class FakeBackend:
             name=name, title=title, note=note, licence=spec.licence, source=spec.source,
             terms=terms, weight_bytes=3 * 2**30, needed=5 * 2**30, capacity=8 * 2**30,
             present=here, problem=None if here else "the transformer is missing: test/ruins",
-            advice="ruins needs 9 GiB, this device has 8 GiB: lanes quantwm would do"
+            advice="Test ruins needs 9 GiB, this device has 8 GiB: lanes quantwm would do"
             if name == "ruins" else None,
             lanes=("bf16", "qvg", "quantwm"),
         )  # fmt: skip

@@ -1,5 +1,6 @@
 // One panel per cache: its picture and its figures.
-const LANE_LOOK = { bf16: "solid", qvg: "stripes", quantwm: "dots", qtc: "grid" };
+const LANE_LOOK = { bf16: "solid", qvg: "stripes", quantwm: "dots", qtc: "grid", kivi: "bars", rtn: "rows",
+  "qvg-pro": "slants" };
 
 class Lanes {
   constructor(holder) {
@@ -17,7 +18,9 @@ class Lanes {
   }
 
   build(names, size) {
-    if (names.join() !== this.names.join()) {
+    const shape = names.join() + size.join("x");
+    if (shape !== this.shape) {
+      this.shape = shape;
       this.names = names;
       this.holder.style.setProperty("--count", names.length);
       this.holder.replaceChildren(...names.map((name) => this.panel(name, size)));
@@ -31,7 +34,8 @@ class Lanes {
       make("dd", { "data-figure": key, textContent: "\u2013" })]);
     const canvas = make("canvas", { width: size[0], height: size[1], role: "img",
       "aria-label": "Picture with the " + this.title(name) + " cache" });
-    const screen = make("div", { class: "qwm-screen" }, [canvas]);
+    // Small pictures keep their pixels; large ones are scaled down smoothly.
+    const screen = make("div", { class: size[0] > 320 ? "qwm-screen qwm-fine" : "qwm-screen" }, [canvas]);
     screen.style.setProperty("--aspect", size[0] + " / " + size[1]);
     return make("article", { class: "qwm-lane", "data-lane": name,
       "data-look": LANE_LOOK[name] || "solid" }, [

@@ -7,6 +7,7 @@ const player = new Player((block, first) => {
 
 const keys = new Keys(stage, $(".qwm-pad"), () => sendSoon(), pressed, () => stage.blur());
 const choices = new Choices(choicesChanged, sceneChosen, pictureChosen);
+const worlds = new Worlds(worldPicked);
 
 async function drive() {
   if (state.phase === "live") return resume();
@@ -26,7 +27,7 @@ async function drive() {
     return refused(error.message || "The server does not answer. Try again.");
   }
   Object.assign(state, { ack: -1, stop: false, run: false, applied: settings, ticket: state.ticket + 1,
-    waited: 0, loading: "", progress: 0 });
+    waited: 0, loading: "", stages: [] });
   await send();
   if (!element.isConnected) return;
   trigger("drive", { sess: state.session, settings: settings, ticket: state.ticket });
@@ -75,11 +76,55 @@ async function reset() {
   const reply = await server.check({ sess: state.session, settings: settings });
   if (!reply.ok) return refused(reply.error);
   quiet();
+  state.before = state.applied;
   state.applied = settings;
   state.resets += 1;
   state.run = false;
+  state.stages = [];
   enter("loading");
   sendSoon();
+}
+
+// Another prompt for the run that goes on; the picture stays while it is read.
+async function changePrompt() {
+  if (state.phase !== "live") return;
+  const settings = { ...state.applied, prompt: input("prompt").value };
+  const reply = await server.check({ sess: state.session, settings: settings });
+  if (!reply.ok) return refused(reply.error);
+  quiet();
+  state.before = state.applied;
+  state.applied = settings;
+  state.prompts += 1;
+  state.run = false;
+  state.stages = [];
+  enter("loading");
+  sendSoon();
+}
+
+// Another world was picked. A run goes on in its own until the choices are taken up.
+function worldPicked(hello) {
+  choices.fill(hello);
+  if (state.phase === "idle" || state.phase === "ended") adopt(hello);
+  choicesChanged();
+  refresh();
+}
+
+// The page turns to a world: its keys, lanes and words.
+function adopt(hello) {
+  state.hello = hello;
+  lanes.describe(hello.lanes);
+  keys.bind(hello.keys, hello.legend);
+  const none = Object.keys(hello.keys).length === 0;
+  $(".qwm-pad").hidden = none;
+  say("world", hello.world.title.split(": ")[0]);
+  say("device", "runs on " + hello.device.toUpperCase());
+  say("foot", hello.world.title + " \u00b7 " + hello.world.licence +
+    " \u00b7 everything runs on this machine, nothing is sent anywhere");
+  if (state.phase === "live") return;
+  player.clear();
+  lanes.clear();
+  player.show(lanes.build(choices.read().lanes, hello.world.size));
+  poster();
 }
 
 function leave() {
@@ -143,7 +188,7 @@ async function pictureChosen(file) {
     return complain("The file is larger than " + bytes(state.hello.limits.upload) + "; choose a smaller one.");
   try {
     const sent = await upload(file);
-    const reply = await server.picture({ sess: state.session, path: sent.path });
+    const reply = await server.picture({ sess: state.session, path: sent.path, settings: choices.read() });
     if (!reply.ok) return refused(reply.error);
     choices.own(reply.picture, reply.shown);
   } catch (error) {
@@ -153,7 +198,8 @@ async function pictureChosen(file) {
 
 function sceneChosen(picture) {
   stage.scrollIntoView({ block: "nearest", behavior: calm.matches ? "auto" : "smooth" });
-  if (state.phase === "live") return reset();
+  if (state.phase === "live" && choices.hello.world.name === state.driven) return reset();
+  if (state.phase === "live") return choicesChanged();
   if (state.phase === "idle" || state.phase === "ended") {
     lanes.clear();
     player.clear();
@@ -165,7 +211,8 @@ function choicesChanged() {
   const chosen = choices.read();
   const changed = state.phase === "live" && JSON.stringify(chosen) !== JSON.stringify(state.applied);
   $(".qwm-apply").hidden = !changed;
-  if (state.phase === "idle" && chosen.lanes.length) {
+  if ((state.phase === "idle" || state.phase === "ended") && chosen.lanes.length &&
+    choices.hello === state.hello) {
     player.show(lanes.build(chosen.lanes, state.hello.world.size));
     poster();
   }
@@ -183,6 +230,8 @@ const actions = {
   apply: reset,
   download: download,
   inspect: inspect,
+  prompt: changePrompt,
+  fetch: () => worlds.fetch(),
   dismiss: quiet,
   dice: () => {
     input("seed").value = Math.floor(Math.random() * 10000);
@@ -225,10 +274,11 @@ input("stepmode").addEventListener("change", () => {
 // What the server says -------------------------------------------------------------------------
 const speakers = {
   hello: (message) => {
-    state.hello = message;
     state.session = message.session;
-    if (state.ticket === 0 && lanes.names.length === 0) welcome();
+    worlds.learn(message);
+    if (state.ticket === 0 && lanes.names.length === 0) welcome(message);
     refresh();
+    worlds.refresh();
   },
   block: (message) => {
     if (message.run) begin(message);
@@ -239,6 +289,17 @@ const speakers = {
   error: (message) => {
     complain(message.message);
     enter("ended");
+    // The page goes back to the world that worked.
+    if (state.driven && choices.hello.world.name !== state.driven) worlds.pick(state.driven);
+  },
+  notice: (message) => {
+    (message.good ? tell : complain)(message.message);
+    if (!message.good && state.before) state.applied = state.before;
+    if (message.world !== choices.hello.world.name) worlds.pick(message.world);
+    if (!message.running) return;
+    enter("live");
+    if (document.activeElement === stage && !document.hidden) resume();
+    sendSoon();
   },
   ended: (message) => {
     if (message.message !== "stopped") tell(message.message);
@@ -248,9 +309,12 @@ const speakers = {
 
 // The first block of a run: the lanes are there, the stage takes the keys.
 function begin(message) {
+  const hello = worlds.hellos[state.applied.world];
+  if (hello && hello.world.name !== state.hello.world.name) adopt(hello);
+  state.driven = state.applied.world;
   player.clear();
   lanes.clear();
-  player.show(lanes.build(message.lanes.map((lane) => lane.name), state.hello.world.size));
+  player.show(lanes.build(message.lanes.map((lane) => lane.name), message.size));
   say("kernels", "Kernels: " + message.run.kernels + ".");
   out("kernels").hidden = false;
   state.frames = 0;
@@ -272,17 +336,9 @@ function listen() {
   speakers[message.kind](message);
 }
 
-function welcome() {
-  const hello = state.hello;
-  lanes.describe(hello.lanes);
-  keys.bind(hello.keys, hello.legend);
+function welcome(hello) {
   choices.fill(hello);
-  say("world", hello.world.title);
-  say("device", "runs on " + hello.device.toUpperCase());
-  say("foot", hello.world.title + " \u00b7 " + hello.world.licence +
-    " \u00b7 everything runs on this machine, nothing is sent anywhere");
-  player.show(lanes.build(hello.defaults.lanes, hello.world.size));
-  poster();
+  adopt(hello);
   enter("idle");
 }
 

@@ -60,6 +60,10 @@ class Choices {
       this.explain();
       this.onChange();
     });
+    input("prompt").addEventListener("input", () => {
+      this.count();
+      this.onChange();
+    });
     input("file").addEventListener("change", (event) => {
       event.stopPropagation();
       const file = event.target.files[0];
@@ -71,6 +75,11 @@ class Choices {
   fill(hello) {
     this.hello = hello;
     this.scene = hello.defaults.scene;
+    this.picture = null;
+    this.fillPrompt(hello);
+    input("script").replaceChildren(make("option", { value: "", textContent: "none, I hold the keys" }),
+      ...hello.scripts.map((one) => make("option", { value: one.name, textContent: one.title })));
+    $(".qwm-scripts").hidden = hello.scripts.length === 0;
     input("seed").value = hello.defaults.seed;
     input("seed").max = hello.limits.seed;
     input("steps").value = hello.defaults.steps;
@@ -94,8 +103,35 @@ class Choices {
     $(".qwm-scenes").style.setProperty("--columns", count <= 7 ? count : Math.ceil(count / 2));
     $(".qwm-scenes").style.setProperty("--narrow", count % 3 === 0 ? 3 : 4);
     $(".qwm-scenes").replaceChildren(...tiles);
+    $(".qwm-scenes").hidden = count === 0;
     this.mark();
     this.explain();
+  }
+
+  fillPrompt(hello) {
+    const takes = hello.prompts.length > 0;
+    $(".qwm-prompt").hidden = !takes;
+    say("start-note", hello.upload ? "a scene, or a picture or video of your own"
+      : "from a prompt alone; this world has no start picture");
+    if (!takes) return (input("prompt").value = "");
+    input("prompt").placeholder = hello.prompts[0];
+    input("prompt").value = "";
+    $(".qwm-chips").replaceChildren(...hello.prompts.map((text) => {
+      const chip = make("button", { type: "button", class: "qwm-chip", textContent: text, title: text });
+      chip.addEventListener("click", () => {
+        input("prompt").value = text;
+        this.count();
+        this.onChange();
+      });
+      return chip;
+    }));
+    this.count();
+  }
+
+  count() {
+    const length = input("prompt").value.length, most = this.hello.limits.prompt;
+    say("prompt-note", length === 0 ? "Empty: the world's own prompt, the first of these."
+      : length + " of " + most + " characters");
   }
 
   explain() {
@@ -146,6 +182,9 @@ class Choices {
       return text === "" || Number.isNaN(Number(text)) ? text : Number(text);
     };
     return {
+      world: this.hello.world.name,
+      prompt: input("prompt").value,
+      script: input("script").value || null,
       scene: this.scene,
       picture: this.picture,
       seed: typed("seed"),

@@ -15,13 +15,14 @@ function refresh() {
   off("drive", busy || state.phase === "gone");
   off("step", busy || state.phase === "gone");
   off("reset", !live);
+  $('[data-do="prompt"]').hidden = !live || !choices.hello || choices.hello.world.name !== state.driven;
   off("download", state.ticket === 0 || busy || state.phase === "gone");
   const focused = document.activeElement === stage;
   $(".qwm-hint").hidden = !live || state.run;
   $(".qwm-hint").classList.toggle("qwm-corner", focused);
   const press = input("stepmode").checked ? "A key makes one chunk" : "Paused, press a key";
   say("hint", focused ? press : "Click to drive");
-  $(".qwm-apply").hidden = !live || JSON.stringify(choices.scene && choices.read()) === JSON.stringify(state.applied);
+  $(".qwm-apply").hidden = !live || JSON.stringify(choices.hello && choices.read()) === JSON.stringify(state.applied);
   veil();
   status();
 }
@@ -48,10 +49,29 @@ function veil() {
   const action = $('[data-do="veil"]');
   action.hidden = button === "";
   action.classList.toggle("qwm-primary", state.phase !== "queued");
-  const progress = $(".qwm-progress");
-  progress.hidden = state.phase !== "loading" && state.phase !== "joining";
-  progress.setAttribute("aria-valuenow", Math.round(100 * state.progress));
-  progress.firstElementChild.style.width = Math.max(4, 100 * state.progress) + "%";
+  stages();
+}
+
+// A named bar for every stage of loading; those that are done stay full above the one at work.
+function stages() {
+  const list = $(".qwm-stages");
+  const busy = state.phase === "loading" || state.phase === "joining";
+  list.hidden = !busy;
+  if (!busy) return;
+  const shown = state.stages.length ? state.stages : [["Asking for the world", 0]];
+  while (list.children.length > shown.length) list.lastElementChild.remove();
+  while (list.children.length < shown.length)
+    list.append(make("li", {}, [make("span"), make("span"), make("div", { class: "qwm-progress",
+      role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100" }, [make("i")])]));
+  shown.forEach(([name, share], index) => {
+    const [label, percent, bar] = list.children[index].children;
+    const value = Math.round(100 * share);
+    if (label.textContent !== name) label.textContent = name;
+    percent.textContent = share >= 1 ? "done" : share > 0 ? value + " %" : "";
+    bar.setAttribute("aria-label", name);
+    bar.setAttribute("aria-valuenow", value);
+    bar.firstElementChild.style.width = Math.max(4, value) + "%";
+  });
 }
 
 // One polite sentence a second at most.

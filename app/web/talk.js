@@ -25,7 +25,7 @@ async function send() {
   try {
     const reply = await server.control({
       sess: state.session, seq: state.seq, keys: keys.held(), run: state.run, steps: state.steps,
-      resets: state.resets, flushes: state.flushes, stop: state.stop, ack: state.ack,
+      resets: state.resets, flushes: state.flushes, prompts: state.prompts, stop: state.stop, ack: state.ack,
       t: Math.round(performance.now()), settings: state.applied,
     });
     state.silent = 0;
@@ -45,7 +45,7 @@ function heard(reply) {
   if (state.phase === "queued" && reply.place > 0) enter("queued");
   if (state.phase === "loading") {
     state.loading = reply.stage || "";
-    state.progress = reply.progress || 0;
+    state.stages = reply.stages || [];
     veil();
   }
   const expected = state.phase === "queued" || state.phase === "loading" || state.phase === "live";

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -57,7 +57,9 @@ def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
     own = getattr(world_module(name), "room", None)
     item = 4 if device.type == "cpu" else 2
     if own is not None:
-        return own(tuple(lanes), item)
+        found = own(tuple(lanes), item)
+        # On a CPU there is nowhere else to wait.
+        return replace(found, least=found.weights) if device.type == "cpu" else found
     spec, weights = world_spec(name), world_presence(name).weight_bytes
     caches = {}
     for lane in lanes_for(spec, lanes):
@@ -79,9 +81,10 @@ def capacity_of(device: torch.device) -> int | None:
 def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | None = None) -> Fit:
     """Whether lanes of a world fit on a device, and which settings would.
 
-    Tried in this order: as asked for; without QVG; the leanest lane alone; the same with the
+    Tried in this order: as asked for; BF16 and QuantWM; the leanest lane alone; the same with the
     transformer's blocks on the CPU.
     """
+    title = world_spec(name).title.partition(":")[0]
     lanes = tuple(lanes)
     capacity = capacity_of(device) if capacity is None else capacity
     room = world_room(name, lanes, device)
@@ -93,7 +96,7 @@ def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | N
     tried = [(lanes, True)] if room.least < room.weights else []
     for some, offload in [(pair, False), (leanest, False), *tried, (pair, True), (leanest, True)]:
         if some and room.total(some, offload) <= capacity:
-            return Fit(needed, capacity, some, offload, _advice(name, room, lanes, some, offload,
+            return Fit(needed, capacity, some, offload, _advice(title, room, lanes, some, offload,
                                                                 capacity))  # fmt: skip
     least = room.total(leanest, True)
     return Fit(
@@ -101,13 +104,13 @@ def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | N
         capacity,
         (),
         False,
-        f"{name} needs {_gib(least)} with its leanest lane and its blocks on the CPU, this device "
-        f"has {_gib(capacity)}: take a smaller world or a larger device",
+        f"{title} needs at least {_gib(least)} with its leanest lane, this device has "
+        f"{_gib(capacity)}: take a smaller world or a larger device",
     )
 
 
 def _advice(
-    name: str,
+    title: str,
     room: Room,
     asked: tuple[str, ...],
     lanes: tuple[str, ...],
@@ -118,7 +121,7 @@ def _advice(
     if offload:
         ways.append("the transformer's blocks on the CPU (--offload blocks)")
     return (
-        f"{name} needs {_gib(room.total(asked))} with lanes {','.join(asked)}, this device has "
+        f"{title} needs {_gib(room.total(asked))} with lanes {','.join(asked)}, this device has "
         f"{_gib(capacity)}: {_gib(room.total(lanes, offload))} would do with {' and '.join(ways)}"
     )
 
