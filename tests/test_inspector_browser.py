@@ -42,6 +42,11 @@ def ready(frame, text: str) -> None:
     until(lambda: text in frame.inner_text('[data-out="title"]'), f"open: {text}")
 
 
+def frames_made(page) -> int:
+    shown = page.inner_text('[data-out="frames"]')
+    return int(shown) if shown.isdecimal() else 0
+
+
 @pytest.fixture
 def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
     """A page that drove for a moment, and its inspector."""
@@ -49,7 +54,7 @@ def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
     page.click('[data-do="drive"]')
     page.wait_for_selector('.qwm[data-phase="live"]')
     page.keyboard.down("w")
-    until(lambda: int(page.inner_text('[data-out="frames"]')) > 20, "twenty frames")
+    until(lambda: frames_made(page) > 20, "twenty frames")
     page.keyboard.up("w")
     page.click('[data-do="inspect"]')
     page.wait_for_selector(".qwm-inspector iframe")
