@@ -23,6 +23,7 @@ REGISTRY = {
     "tune": ("tune", "device time of the launch rows worth trying"),
     "beyond": ("beyond", "the evidence for qtc: recorded tensors, rollouts, recall"),
     "qtc": ("qtc", "qtc's kernels against the PyTorch code, and what they take"),
+    "codebooks": ("codebooks", "bytes against quality when codebooks outlive spans"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }
 

@@ -1,0 +1,181 @@
+"""`codebooks`: bytes against quality when codebooks outlive spans, beside the published format."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.fidelity import ACTIONS
+from benchmarks.timing import device_named, hardware
+from quantwm.actions import parse_actions
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
+from quantwm.cache.formats import split_method
+from quantwm.engine import Engine
+from quantwm.errors import UserError
+from quantwm.lanes import lanes_for
+from quantwm.metrics import frame_mse, psnr_of_mse
+from quantwm.study import study
+from quantwm.tensor_files import load_tensors
+from quantwm.worlds.base import World
+from quantwm.worlds.registry import load_world
+
+NATIVE = ("quantwm:published", "quantwm:compact")
+METHODS = (
+    "quantwm:embedded",
+    "quantwm:balanced-embedded",
+    "quantwm:centroids=8",
+    "quantwm:compact-embedded",
+)
+"""Twice the published format and the one that takes no more bytes than it: at 64 centroids, and
+with so few that it reaches the compact one's ratio."""
+
+EARLY = ((0, 8), (8, 32))
+"""Frames in which lanes have not yet parted: later PSNR of a free run is divergence."""
+
+MARKS = (64, 256)
+"""Generated frames after which bytes are read."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--file", type=Path, help="recorded q, k, v, as `study` takes them")
+    parser.add_argument("--chunk", type=int, default=192, help="tokens of a chunk of the file")
+    parser.add_argument("--span", type=int, default=3072, help="tokens of a span of the file")
+    parser.add_argument("--methods", default=";".join(METHODS), help="separated by ;")
+    parser.add_argument("--world", default="embedded", help="'none' leaves the world out")
+    parser.add_argument("--frames", type=int, default=MARKS[-1], help="of the long run")
+    parser.add_argument("--scenes", type=int, help="start scenes of the early windows; all without")
+    parser.add_argument("--steps", type=int, help="denoising steps; the world's default without")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    device, methods = device_named(options.device), options.methods.split(";")
+    result: dict[str, Any] = {"benchmark": "codebooks", "hardware": hardware(device)}
+    result["native"] = [_native(method, device) for method in NATIVE]
+    if options.file is not None:
+        settings = {"chunk": options.chunk, "span": options.span, "settings": {}}
+        found = study(load_tensors(options.file), methods, device=device, **settings)
+        result["file"] = {"name": options.file.name, "rows": [vars(row) for row in found]}
+    if options.world != "none":
+        world = load_world(options.world, device)
+        result["world"] = _world(world, methods, options)
+    return result
+
+
+def _native(method: str, device: torch.device) -> dict[str, Any]:
+    """Ratios after each of six chunks of 4,680 tokens x 128 whose scene changes all the time."""
+    name, settings = split_method(method)
+    spec = CacheSpec(layers=1, heads=2, head_dim=128, tokens_per_frame=1560, frames_per_chunk=3)
+    cache = KVCache(spec, make_format(name, **settings), CachePolicy(), device=device)
+    rows = []
+    for number in range(6):
+        generator = torch.Generator().manual_seed(number)
+        points = torch.randn(2, 300, 128, generator=generator)
+        places = torch.randint(0, 300, (4680,), generator=generator)
+        noise = 0.5 * torch.randn(2, 4680, 128, generator=generator)
+        x = (points.index_select(1, places) + noise).to(device)
+        cache.begin_chunk(3 * number, 3)
+        cache.gather(0, x, x, q=noise[:, :256].to(device), clean=True)
+        cache.finalize_chunk()
+        ledger = cache.ledger()
+        rows.append([cache.tokens, ledger.nominal_ratio, ledger.resident_ratio])
+    return {"method": method, "rows": rows}
+
+
+def _world(world: World, methods: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    scenes = [scene.name for scene in world.scenes()][: options.scenes]
+    if not scenes:
+        raise UserError("--scenes must be at least 1")
+    errors: dict[str, list[np.ndarray]] = {method: [] for method in methods}
+    marks: dict[str, dict[int, list[float]]] = {method: {} for method in methods}
+    for number, scene in enumerate(scenes):
+        print(f"{scene}", file=sys.stderr)
+        frames = options.frames if number == 0 else EARLY[-1][1]
+        _play(world, methods, scene, frames, options, errors, marks)
+    return {
+        "name": options.world,
+        "weights": world.weights_sha256(),
+        "steps": options.steps or world.spec.default_steps[world.device.type],
+        "seed": options.seed,
+        "scenes": scenes,
+        "rows": [{"method": m, "psnr": _windows(errors[m]), "ratios": marks[m]} for m in methods],
+    }
+
+
+def _play(
+    world: World,
+    methods: Sequence[str],
+    scene: str,
+    frames: int,
+    options: argparse.Namespace,
+    errors: dict[str, list[np.ndarray]],
+    marks: dict[str, dict[int, list[float]]],
+) -> None:
+    """One free run of every method beside BF16; a history as long as the world's window."""
+    spec = world.spec
+    walk = parse_actions(ACTIONS, spec.keys, spec.cache.frames_per_chunk)
+    lanes = lanes_for(spec, ["bf16", *methods])
+    window = (spec.policy.window_frames or frames) * spec.cache.tokens_per_frame
+    settings = {"seed": options.seed, "scene": scene, "steps": options.steps}
+    parts: dict[str, list[np.ndarray]] = {method: [] for method in methods}
+    with Engine(world, lanes, max_tokens=window, **settings) as engine:
+        engine.start()
+        made, index = 0, 0
+        while made < frames:
+            step = engine.step(walk[index % len(walk)])
+            own, index = {lane.name: lane for lane in step.lanes}, index + 1
+            made += len(own["bf16"].frames)
+            for method, lane in zip(methods, lanes[1:], strict=True):
+                found = own[lane.name]
+                parts[method].append(frame_mse(found.frames, own["bf16"].frames))
+                if made in MARKS or made == frames:
+                    marks[method][made] = [found.ratio, found.resident_ratio, found.tokens]
+    for method, chunks in parts.items():
+        errors[method].append(np.concatenate(chunks))
+
+
+def _windows(errors: list[np.ndarray]) -> list[dict[str, Any]]:
+    rows = []
+    for start, stop in EARLY:
+        values = [psnr_of_mse(float(mse[start:stop].mean())) for mse in errors]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        rows.append({"frames": [start, stop], "psnr": statistics.fmean(values), "stdev": spread})
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [result["hardware"]["device"], "", "chunks of 4,680 tokens x 128: nominal (resident)"]
+    for native in result["native"]:
+        cells = "  ".join(f"{t:,}: {n:.2f} ({r:.2f})" for t, n, r in native["rows"])
+        lines.append(f"{native['method']:<28} {cells}")
+    if "file" in result:
+        lines += ["", f"{result['file']['name']}: ratio, bits with statistics, K and V rel. MSE, "
+                  "logit MSE, token shift, output rel. MSE"]  # fmt: skip
+        for row in result["file"]["rows"]:
+            lines.append(
+                f"{row['method']:<28} {row['ratio']:.2f}x  {row['resident_bits_per_element']:.3f}  "
+                f"{row['k_rel_mse']:.4f}  {row['v_rel_mse']:.4f}  {row['logit_mse']:.4f}  "
+                f"{row['token_shift']:.4f}  {row['attention_output_rel_mse']:.5f}"
+            )
+    if "world" in result:
+        world = result["world"]
+        lines += ["", f"{world['name']}, weights {world['weights'][:12]}, {world['steps']} steps, "
+                  f"{len(world['scenes'])} scenes: PSNR to BF16 (stdev), nominal (resident)"]  # fmt: skip
+        for row in world["rows"]:
+            early = "  ".join(
+                f"{w['frames'][0]}-{w['frames'][1] - 1}: {w['psnr']:.2f} ({w['stdev']:.2f})"
+                for w in row["psnr"]
+            )
+            ratios = "  ".join(
+                f"{made} frames: {n:.2f} ({r:.2f})" for made, (n, r, _) in row["ratios"].items()
+            )
+            lines.append(f"{row['method']:<28} {early}  {ratios}")
+    return "\n".join(lines)
