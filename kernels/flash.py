@@ -21,19 +21,27 @@ from kernels.tile import (
 
 # Kinds of a side, as constants of the kernel: 0 plain, 1 ternary, 2 affine, 3 INT8 keys.
 
-# Two channels at once: their codes into the mantissas of 128.0, less 128 + zero, times the scale,
-# plus the centroid. All exact up to the last fused multiply-add, which rounds once to BF16.
+# Two channels at once: their codes, 16 bits apart, into the mantissas of 128.0, less 128 + zero,
+# times the scale, plus the centroid. All exact up to the last fused multiply-add, which rounds once
+# to BF16. $1 is of the first of the two, so they must be neighbours: they are while centroids are
+# loaded 16 bytes at a time, which the launcher sees to.
 _LEVELS_ASM = tl.constexpr("""
 {
-    .reg .b32 a, b;
-    shr.u32 a, $1, $3;
-    shr.u32 b, $2, $4;
-    prmt.b32 a, a, b, 0x5410;
-    lop3.b32 a, a, 0x00030003, 0x43004300, 0xEA;
-    sub.rn.bf16x2 a, a, $5;
-    fma.rn.bf16x2 $0, a, $6, $7;
+    .reg .b32 a;
+    lop3.b32 a, $1, 0x00030003, 0x43004300, 0xEA;
+    sub.rn.bf16x2 a, a, $3;
+    fma.rn.bf16x2 $0, a, $4, $5;
 }
 """)
+
+
+@triton.jit
+def _apart(words):
+    """Words of 16 codes -> int32 [BLOCK_N, D / 16, 16], an even channel's code in bits 0 and 1 and
+    its neighbour's in bits 16 and 17; what odd channels have is not used."""
+    channel = tl.arange(0, 16)[None, None, :]
+    half = (words[:, :, None] >> (channel // 8 * 16)) & 0xFFFF
+    return (half | (half << 14)) >> (channel % 8 * 2)
 
 
 @triton.jit
@@ -69,10 +77,9 @@ def _packed_tile(
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
             asm=_LEVELS_ASM,
-            constraints="=r,r,r,r,r,r,r,r",
+            constraints="=r,r,r,r,r,r",
             args=[
-                code_words(codes_ptr, rows, valid, D)[:, :, None],
-                2 * tl.arange(0, 16)[None, None, :],
+                _apart(code_words(codes_ptr, rows, valid, D)),
                 (zero + 128.0).to(tl.bfloat16)[:, :, None], scale.to(tl.bfloat16)[:, :, None],
                 means,
             ],

@@ -114,8 +114,10 @@ def _addresses(side: Side) -> tuple[Tensor | int | None, ...]:
         values = side.values
         return values, values.stride(0), values.stride(1), None, None, None, side.scales, None, None
     scales = side.scales.view(torch.uint8)
-    codes = side.codes.view(torch.int32)
-    packed = (codes, side.ids, side.centroids, scales, side.secondary, side.zeros)
+    codes, centroids = side.codes.view(torch.int32), side.centroids
+    if centroids.data_ptr() % 16:
+        centroids = centroids.clone()  # the kernel loads them 16 bytes at a time
+    packed = (codes, side.ids, centroids, scales, side.secondary, side.zeros)
     return None, 0, 0, *packed
 
 
