@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 
 import pytest
-from test_wan_worlds import VAE_21, VAE_22, WORLDS
+from wan_tiny import VAE_21, VAE_22, WORLDS
 
 from benchmarks import wan
 from quantwm.worlds.wan import catalog, memory_world

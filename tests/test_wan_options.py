@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from test_wan_vae import make
-from test_wan_worlds import actions_of, tiny  # noqa: F401  (a fixture)
 from wan_helpers import GRID, LATENT, make_cache, make_model
+from wan_tiny import actions_of, tiny  # noqa: F401  (a fixture)
 
 from quantwm.actions import parse_actions
 from quantwm.engine import Engine
