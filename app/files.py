@@ -62,11 +62,18 @@ class SessionFolder:
         return np.load(file, allow_pickle=False)
 
     def latest_recording(self) -> Path | None:
+        """The newest by its session.json, which is written at a recording's start and end: a copy
+        made for a download is newer than its recording until that is closed."""
         runs = [p for p in self.path.glob("quantwm-*") if p.is_dir()]
-        return max(runs, key=lambda p: p.stat().st_mtime_ns, default=None)
+        return max(runs, key=_written, default=None)
 
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _written(recording: Path) -> int:
+    info = recording / "session.json"
+    return (info if info.is_file() else recording).stat().st_mtime_ns
 
 
 class SessionFiles:
