@@ -76,12 +76,25 @@ def run(arguments: argparse.Namespace) -> int:
         report=progress,
     )
     progress_done()
-    rows = [["method", "bits/el", "ratio", "K rel", "V rel", "logit MSE", "shift", "out rel"]]
+    rows = [
+        [
+            "method",
+            "bits/el",
+            "resident",
+            "ratio",
+            "K rel",
+            "V rel",
+            "logit MSE",
+            "shift",
+            "out rel",
+        ]
+    ]
     for result in results:
         rows.append(
             [
                 result.method,
                 number(result.bits_per_element),
+                number(result.resident_bits_per_element),
                 number(result.ratio, 2, "x"),
                 number(result.k_rel_mse, 4),
                 number(result.v_rel_mse, 4),
