@@ -15,7 +15,7 @@ import torch
 from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_update, make_case
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
-from kernels import decode, encode, kmeans
+from kernels import decode, encode, kmeans, tuning
 from quantwm.cache import reference
 from quantwm.cache.dispatch import TritonOps
 
@@ -40,6 +40,13 @@ def test_interpreting() -> None:
 def test_agrees_with_the_reference(shape: tuple[int, ...], clip: float) -> None:
     with guarded_allocations():
         agree(OPS, make_case(*shape, "cpu"), clip, truncates=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+def test_update_in_parts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    monkeypatch.setattr(tuning, "UPDATE_SPLIT_TOKENS", 1)
+    case = make_case(2, tokens, 64, 40, 32, 4, "cpu")
+    agree_update(kmeans, case, reference.assign(case.x, case.centroids))
 
 
 @pytest.mark.parametrize(
