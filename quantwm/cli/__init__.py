@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"quantwm: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
-        from quantwm.engine_checks import is_out_of_memory
+        from quantwm.cache.remedy import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
