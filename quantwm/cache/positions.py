@@ -76,6 +76,20 @@ def axes(layout: RopeLayout) -> Tensor:
 def turns(
     layout: RopeLayout, positions: TokenPositions, start: int, stop: int, device: torch.device
 ) -> Tensor:
+    """As `_turns`; the newest are kept, as all layers and passes of a chunk ask for the same."""
+    if positions.places is not None:
+        return _turns(layout, positions, start, stop, device)
+    return _kept_turns(layout, positions.first + start, stop - start, device)
+
+
+@lru_cache(maxsize=4)
+def _kept_turns(layout: RopeLayout, first: int, count: int, device: torch.device) -> Tensor:
+    return _turns(layout, TokenPositions(first, count), 0, count, device)
+
+
+def _turns(
+    layout: RopeLayout, positions: TokenPositions, start: int, stop: int, device: torch.device
+) -> Tensor:
     """exp(i angle) of every pair of tokens start..stop-1, complex64 [stop - start, pairs].
 
     Angles are built in float64 per axis (a frame number times frequency 1 keeps every digit that

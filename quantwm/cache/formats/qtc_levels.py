@@ -146,6 +146,8 @@ def quantize(x: Tensor, bits: int) -> Tensor:
 
 CELLS = 64
 """Cells of 1/16 along the positive half line; borders of 6 bits are .067 apart, one in a cell."""
+LAST_CELL = 4.0 - 1 / 16
+"""Beyond it a magnitude counts as in the last cell, which no border is above."""
 
 
 @lru_cache(maxsize=8)

@@ -29,10 +29,12 @@ def pack(codes: Tensor, widths: Widths) -> Tensor:
     for digit in range(max(widths, default=0) // 2):
         channels = BLOCK * sum(width >= 2 * digit + 2 for width in widths)
         parts.append(_packed((codes[:, :channels] >> (2 * digit)) & 3, 4))
-    for block, width in enumerate(widths):
-        if width % 2:
-            own = codes[:, BLOCK * block : BLOCK * (block + 1)]
-            parts.append(_packed((own >> (width - 1)) & 1, 8))
+    odd = [block for block, width in enumerate(widths) if width % 2]
+    if odd:
+        shifts = [[widths[block] - 1] for block in odd]
+        own = codes.unflatten(1, (-1, BLOCK))[:, odd]
+        bits = (own >> torch.tensor(shifts, dtype=torch.uint8, device=codes.device)) & 1
+        parts.append(_packed(bits.flatten(1), 8))
     return torch.cat(parts, dim=1) if parts else codes.new_zeros(codes.shape[0], 0)
 
 
