@@ -71,6 +71,7 @@ def test_the_shipped_weights_on_a_small_subset(monkeypatch, tmp_path, capsys):
     assert rows["autoencoder"] > 28 and rows["next_chunk"] > 20 and rows["turn_first"] > 12
     assert rows["weights_mb"] <= 44 and 0 <= rows["keys"] <= 100 <= rows["keys_truth"]
     assert json.loads((tmp_path / "acceptance.json").read_text()) == document
+    assert document["weights_sha256"][:12] in (tmp_path / "acceptance.md").read_text()
     assert (tmp_path / "contact-sheet.png").stat().st_size > 10_000
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from quantwm.evaluation.episodes import Episode
+    from quantwm.evaluation.sheet import Strip
     from quantwm.evaluation.table import Row
     from quantwm.worlds.embedded.adapter import EmbeddedWorld
 
@@ -75,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     from quantwm.evaluation.sources import maps_of
     from quantwm.evaluation.table import HEAD
 
-    say(table([HEAD, *(row.cells() for row in rows)]))
+    lines = [HEAD, *(row.cells() for row in rows)]
+    say(table(lines))
     wanted = [row for row in rows if row.ok is not None]
     missed = [row.spec.key for row in wanted if not row.ok]
     maps = maps_of(episodes)
@@ -88,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         "missed": missed,
         "seconds": round(time.monotonic() - began, 1),
     }
-    _write(arguments.out, document, strips)
+    _write(arguments.out, "acceptance", document, lines, strips)
     emit(document)
     return 1 if arguments.strict and missed else 0
 
@@ -120,7 +122,7 @@ def _episodes(arguments: argparse.Namespace, world: EmbeddedWorld) -> list[Episo
 
 def _measure(
     arguments: argparse.Namespace, world: EmbeddedWorld, episodes: list[Episode]
-) -> tuple[list[Row], list[Any]]:
+) -> tuple[list[Row], list[Strip]]:
     from quantwm.evaluation.acceptance import AMOUNTS, Evaluation
     from quantwm.evaluation.speed import frames_per_second
     from quantwm.evaluation.table import make_rows
@@ -152,9 +154,10 @@ def _statistics(
 
     result = measure_statistics(world, episodes, progress)
     progress_done()
-    say(table(cells(result)))
+    lines = cells(result)
+    say(table(lines))
     document = {**_about(arguments, world, episodes), **result}
-    _write(arguments.out, document, [])
+    _write(arguments.out, "statistics", document, lines, [])
     emit(document)
     return 0
 
@@ -179,13 +182,22 @@ def _about(
     }
 
 
-def _write(folder: Path | None, document: dict[str, Any], strips: list[Any]) -> None:
+def _write(
+    folder: Path | None,
+    name: str,
+    document: dict[str, Any],
+    lines: list[list[str]],
+    strips: list[Strip],
+) -> None:
+    """NAME.json, NAME.md and the contact sheet."""
+    from quantwm.evaluation.markdown import as_markdown
     from quantwm.evaluation.sheet import save_sheet
 
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    name = "acceptance.json" if "rows" in document else "statistics.json"
-    (folder / name).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(document, indent=1) + "\n"
+    (folder / f"{name}.json").write_text(text, encoding="utf-8")
+    (folder / f"{name}.md").write_text(as_markdown(document, lines), encoding="utf-8")
     if strips:
         say(f"wrote {save_sheet(folder, strips)}")
