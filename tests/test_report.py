@@ -12,6 +12,7 @@ from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy
 from quantwm.cli import main
+from quantwm.errors import UserError
 from quantwm.report import numbers
 from quantwm.report.document import Plot, Sheet, both, compared, judge
 from quantwm.report.html import to_png
@@ -19,7 +20,7 @@ from quantwm.report.jobs import Job, LaneSeries, run_job, script
 from quantwm.report.one_role import OneRoleFormat
 from quantwm.report.plan import rollout_jobs, units_of
 from quantwm.report.plots import to_svg
-from quantwm.report.pool import WorldSource, run_tasks, task_of
+from quantwm.report.pool import Failure, WorldSource, run_tasks, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
 from quantwm.report.variants import ALL, METHODS, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
@@ -86,6 +87,17 @@ def test_tasks_stop_at_the_deadline(world):
     assert run_tasks(tasks, world, source, 1, 0.0, lambda text: None) == [None, None]
     done = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
     assert done == ["random-tiny-0"] * 2
+
+
+def _fail(world) -> None:
+    raise UserError("this lane\nbroke")
+
+
+def test_a_failing_task_does_not_cost_the_others(world):
+    source = WorldSource(random_preset="tiny")
+    tasks = [task_of(_fail), task_of(lambda w: 7)]
+    found = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
+    assert found == [Failure("this lane broke"), 7]
 
 
 def test_windows_mark_divergence():

@@ -85,7 +85,9 @@ def how_line(about: Mapping[str, Any]) -> str:
         "bootstraps over scenes (2,000 draws, seed 0)."
     )
     if about["rollouts_skipped"]:
-        text += f" Left out for want of time: {about['rollouts_skipped']} rollouts."
+        text += f" Left out, for want of time or failed: {about['rollouts_skipped']} rollouts."
+    if about.get("failures"):
+        text += f" Failures: {'; '.join(about['failures'])}."
     if about["missing"]:
         text += f" Not in this version: {', '.join(about['missing'])}."
     return text

@@ -12,12 +12,20 @@ from typing import Any, TypeVar
 
 import torch
 
+from quantwm.errors import UserError
 from quantwm.worlds.base import World
 from quantwm.worlds.registry import load_world
 
 T = TypeVar("T")
 Task = Callable[[World], T]
 """Something to do with the loaded world; picklable where several processes work."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a task said when it failed, one line."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,11 @@ def run_tasks(
     processes: int,
     deadline: float,
     report: Callable[[str], None],
-) -> list[T | None]:
+) -> list[T | Failure | None]:
     """Results in the order of the tasks; None for those that had not begun by the deadline.
+
+    A task that fails leaves a Failure in its place, so that one lane's mistake does not cost the
+    others' minutes.
 
     deadline: seconds since the epoch; infinity for none.
 
@@ -51,13 +62,13 @@ def run_tasks(
     finish sooner; which one runs a task does not change its result.
     """
     if processes <= 1:
-        done: list[T | None] = []
+        done: list[T | Failure | None] = []
         for task in tasks:
             done.append(_in_time(task, world, deadline))
             report(f"{len(done)}/{len(tasks)}")
         return done
     context = multiprocessing.get_context("spawn")
-    results: dict[int, T | None] = {}
+    results: dict[int, T | Failure | None] = {}
     with ProcessPoolExecutor(
         processes, context, initializer=_open, initargs=(source, str(world.device))
     ) as pool:
@@ -68,8 +79,13 @@ def run_tasks(
     return [results[i] for i in range(len(tasks))]
 
 
-def _in_time(task: Task[T], world: World, deadline: float) -> T | None:
-    return task(world) if time.time() < deadline else None
+def _in_time(task: Task[T], world: World, deadline: float) -> T | Failure | None:
+    if time.time() >= deadline:
+        return None
+    try:
+        return task(world)
+    except (UserError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+        return Failure(" ".join(str(error).split())[:300])
 
 
 _world: World | None = None
@@ -82,7 +98,7 @@ def _open(source: WorldSource, device: str) -> None:
     _world = source.load(torch.device(device))
 
 
-def _run(task: Task[T], deadline: float) -> T | None:
+def _run(task: Task[T], deadline: float) -> T | Failure | None:
     if _world is None:
         raise RuntimeError("a worker of the report has no world")
     return _in_time(task, _world, deadline)
