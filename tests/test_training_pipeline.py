@@ -135,6 +135,7 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
         episodes=2,
         length=16,
         first_episodes=1,
+        enough_episodes=2,
         unseen_episodes=1,
         unseen_length=8,
         save_every_minutes=10,

@@ -148,7 +148,15 @@ class LatentPool:
             autoencoder.encode(to_signed(flat[i : i + batch], dtype)).to(store)
             for i in range(0, len(flat), batch)
         ]
-        return cls(torch.cat(parts).unflatten(0, (episodes, length)), keys, poses)
+        # keys and poses are copied: the frames' pool goes on filling
+        latents = torch.cat(parts).unflatten(0, (episodes, length))
+        return cls(latents, keys.clone(), poses.clone())
+
+    def append(self, more: LatentPool) -> None:
+        """Adds the episodes of another pool behind these."""
+        self.latents = torch.cat((self.latents, more.latents))
+        self.keys = torch.cat((self.keys, more.keys))
+        self.poses = torch.cat((self.poses, more.poses))
 
     def random_clips(
         self, count: int, frames: int, generator: torch.Generator

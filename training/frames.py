@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 HEIGHT, WIDTH = 96, 128
 TICS_PER_FRAME = 4  # of 35 a second: 8.75 frames a second
 SPAWN_TICS = 12  # input has no effect during the first 7 tics of an episode
-MAPS_PER_PROCESS = 16
+MAPS_PER_PROCESS = 32
 ATTEMPTS = 3
 UNSEEN_SEED = 1_000_000
 """Seeds from here on make maps that no training run sees."""
@@ -183,8 +183,9 @@ class Recorder:
     """
 
     def __init__(
-        self, seeds: Sequence[int], length: int, folder: Path, processes: int, patience: float = 120
+        self, seeds: Sequence[int], length: int, folder: Path, processes: int, patience: float = 60
     ) -> None:
+        """patience: seconds for a process to start, and again for each of its episodes."""
         require_engine()
         if length < 2 or processes < 1:
             raise UserError(f"need length >= 2 and processes >= 1, got {length} and {processes}")
@@ -231,7 +232,8 @@ class Recorder:
         process = subprocess.Popen(
             command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        return _Worker(process, seeds, attempt, time.monotonic() + self._patience)
+        patience = self._patience * (1 + len(seeds))
+        return _Worker(process, seeds, attempt, time.monotonic() + patience)
 
     def wait(self, seconds: float = float("inf")) -> None:
         """Polls until done, closed, or the time is over, then stops what still runs."""
@@ -261,6 +263,7 @@ def main() -> None:
     require_engine()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.seeds:
+        os.nice(10)  # the process that trains meanwhile, and its compiler, come first
         record(args.seeds, args.length, str(args.out.resolve()))
         return
     seeds = range(args.first, args.first + args.count)

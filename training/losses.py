@@ -48,7 +48,7 @@ class TransformerTraining:
         Stage(frames=64, batch=24, share=0.25),
         Stage(frames=128, batch=12, share=0.15),
         Stage(frames=256, batch=6, share=0.10),
-        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.3, edges=0.2),
+        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.5, edges=0.3),
     )
     muon_lr: float = 0.02
     adam_lr: float = 1.5e-3

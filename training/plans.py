@@ -14,12 +14,14 @@ from training.train_autoencoder import AutoencoderTraining
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Shares are of the whole run's minutes; see `PLANS`."""
+    """Shares are of the whole run's minutes; see `PLANS`. The transformer starts with
+    enough_episodes and gets the later ones, up to `episodes`, between its stages."""
 
     world: EmbeddedConfig = PRESETS["shipped"]
-    episodes: int = 900
+    episodes: int = 1000
     length: int = 512
-    first_episodes: int = 40
+    first_episodes: int = 14
+    enough_episodes: int = 300
     unseen_episodes: int = 32
     unseen_length: int = 272
     autoencoder_share: float = 0.26
@@ -31,7 +33,7 @@ class RunPlan:
         default_factory=lambda: EvaluationConfig(rollout_frames=64, episodes=8, steps=2)
     )
     final: EvaluationConfig = field(
-        default_factory=lambda: EvaluationConfig(rollout_frames=256, episodes=32, steps=2)
+        default_factory=lambda: EvaluationConfig(rollout_frames=256, episodes=16, steps=2)
     )
 
 
@@ -48,17 +50,17 @@ PLANS = {
     "continued": RunPlan(
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.34),
-                Stage(frames=128, batch=12, share=0.20),
-                Stage(frames=256, batch=6, share=0.14),
-                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.3, edges=0.2),
+                Stage(frames=64, batch=24, share=0.28),
+                Stage(frames=128, batch=12, share=0.22),
+                Stage(frames=256, batch=6, share=0.18),
+                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.5, edges=0.3),
             ),
             flat_share=0.3,
         )
     ),
     "smoke": RunPlan(
         episodes=120,
-        first_episodes=20,
+        enough_episodes=40,
         unseen_episodes=14,
         autoencoder_share=0.27,
         finish_minutes=0.3,
@@ -67,7 +69,7 @@ PLANS = {
             stages=(
                 Stage(frames=64, batch=24, share=0.27),
                 Stage(frames=256, batch=6, share=0.36),
-                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.3, edges=0.2),
+                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.5, edges=0.3),
             ),
             critic_warmup=5,
             log_every=10,
@@ -79,6 +81,7 @@ PLANS = {
         episodes=6,
         length=64,
         first_episodes=2,
+        enough_episodes=4,
         unseen_episodes=2,
         unseen_length=48,
         autoencoder_share=0.2,
@@ -90,7 +93,7 @@ PLANS = {
                 Stage(frames=8, batch=4, share=0.4),
                 Stage(frames=16, batch=2, share=0.2),
                 Stage(frames=32, batch=1, share=0.1),
-                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.3, edges=0.2),
+                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.5, edges=0.3),
             ),
             short_windows=(1, 2),
             context_chunks=2,

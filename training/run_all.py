@@ -32,7 +32,7 @@ from training.frames import UNSEEN_SEED, Recorder, require_engine
 from training.pictures import save_grid
 from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
-from training.train_autoencoder import train_autoencoder
+from training.train_autoencoder import reconstruction_psnr, train_autoencoder
 from training.train_transformer import TrainState, train_transformer
 
 DATA = (
@@ -69,7 +69,7 @@ class Run:
         return {
             "command": "python -m training.run_all " + shlex.join(without_folders(sys.argv[1:])),
             "data": DATA,
-            "episodes": self.plan.episodes,
+            "episodes": self.metrics.get("frames", 0) // self.plan.length,
             "frames": self.metrics.get("frames", 0),
             "hardware": {"gpu": gpu, "cpu_cores": os.cpu_count()},
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -89,47 +89,54 @@ def without_folders(argv: list[str]) -> list[str]:
 
 
 class FrameSource:
-    """The episodes that are being recorded: by this run, or by another in the same folder."""
+    """The episodes that are being recorded, by this run or by another in the same folder.
+
+    Unseen and training maps are recorded side by side, and training goes on with more of them as
+    they come: waiting for all would leave the GPU idle for minutes.
+    """
 
     def __init__(self, run: Run) -> None:
-        """Unseen maps first, waited for; then the training maps in the background."""
-        self._run, plan, args = run, run.plan, run.args
-        self._recorder: Recorder | None = None
-        self._thread: threading.Thread | None = None
-        unseen = run.work / "unseen"
-        if args.no_record:
-            wait_for_files(unseen, plan.unseen_episodes, 300)
-            return
-        seeds = range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes)
-        Recorder(seeds, plan.unseen_length, unseen, args.processes).wait(300)
-        first = 10_000 * args.seed
-        self._recorder = Recorder(
-            range(first, first + plan.episodes), plan.length, run.work / "frames", args.processes
-        )
-        self._thread = threading.Thread(
-            target=self._recorder.wait, args=(900,), name="recorder", daemon=True
-        )
-        self._thread.start()
+        plan, args = run.plan, run.args
+        self._unseen, self._count = run.work / "unseen", plan.unseen_episodes
+        self._device, self._log = run.device, run.log
+        self._recorders: list[Recorder] = []
+        self._threads: list[threading.Thread] = []
+        self.pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
+        if not args.no_record:
+            first, some = 10_000 * args.seed, max(1, args.processes // 4)
+            seeds = range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes)
+            self._record(seeds, plan.unseen_length, self._unseen, some)
+            rest = max(1, args.processes - some)
+            seeds = range(first, first + plan.episodes)
+            self._record(seeds, plan.length, run.work / "frames", rest)
+        self.pool.follow()
 
-    def finish(self, pool: FramePool) -> int:
-        """Waits for the last frames, at most a tenth of the run; returns how many are usable."""
-        seconds = self._run.args.minutes * 6
-        if self._thread is not None:
-            self._thread.join(timeout=seconds)
+    def _record(self, seeds: range, length: int, folder: Path, processes: int) -> None:
+        recorder = Recorder(seeds, length, folder, processes)
+        thread = threading.Thread(target=recorder.wait, args=(1800,), name="recorder", daemon=True)
+        thread.start()
+        self._recorders.append(recorder)
+        self._threads.append(thread)
+
+    def unseen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Frames and keys of the unseen maps, waited for."""
+        if self._threads:
+            self._threads[0].join(timeout=300)
         else:
-            pool.wait_up_to(self._run.plan.episodes, seconds)
-        self.close()
-        pool.stop()
-        return pool.load_new()
+            wait_for_files(self._unseen, self._count, 300)
+        return load_folder(self._unseen, self._device)
 
     def close(self) -> None:
-        if self._recorder is not None and self._thread is not None:
-            self._recorder.close()
-            self._thread.join(timeout=30)
-
-    @property
-    def given_up(self) -> int:
-        return 0 if self._recorder is None else len(self._recorder.given_up)
+        """Stops what still records; a second call does nothing."""
+        for recorder in self._recorders:
+            recorder.close()
+        for thread in self._threads:
+            thread.join(timeout=30)
+        self.pool.stop()
+        if self._recorders:
+            lost = sum(len(recorder.given_up) for recorder in self._recorders)
+            self._log.event("recorded", episodes=self.pool.count, given_up=lost)
+        self._recorders, self._threads = [], []
 
 
 def wait_for_files(folder: Path, count: int, seconds: float) -> None:
@@ -144,7 +151,7 @@ def wait_for_files(folder: Path, count: int, seconds: float) -> None:
         time.sleep(0.2)
 
 
-def make_autoencoder(run: Run, pool: FramePool, unseen: torch.Tensor) -> Autoencoder:
+def make_autoencoder(run: Run, pool: FramePool) -> Autoencoder:
     """New, or the one of earlier weights; trained (further) for its share of the minutes."""
     started, plan = time.monotonic(), run.plan
     minutes = run.args.minutes * plan.autoencoder_share
@@ -156,33 +163,46 @@ def make_autoencoder(run: Run, pool: FramePool, unseen: torch.Tensor) -> Autoenc
         torch.manual_seed(run.args.seed)
         model = Autoencoder(plan.world.autoencoder)
     if minutes > 0:
-        model, metrics = train_autoencoder(
-            pool, unseen.flatten(0, 1)[:: plan.unseen_episodes], model, plan.autoencoder, minutes,
-            run.args.seed, run.log, run.device.type == "cuda" and not run.args.eager,
+        model, steps = train_autoencoder(
+            pool, model, plan.autoencoder, minutes, run.args.seed, run.log,
+            run.device.type == "cuda" and not run.args.eager,
         )  # fmt: skip
-        run.metrics["autoencoder_steps"] = metrics["steps"]
+        run.metrics["autoencoder_steps"] = steps
     run.minutes["autoencoder"] = round((time.monotonic() - started) / 60, 2)
     return model.eval().requires_grad_(False)
 
 
-def latents_of(
-    run: Run, pool: FramePool, autoencoder: Autoencoder, source: FrameSource
-) -> LatentPool:
-    """All frames there are, encoded."""
-    episodes = source.finish(pool)
-    run.metrics["frames"] = episodes * run.plan.length
-    started = time.monotonic()
-    with torch.autocast(run.device.type, torch.bfloat16, enabled=run.device.type == "cuda"):
-        latents = LatentPool.encode(
-            autoencoder, pool.frames[:episodes], pool.keys[:episodes], pool.poses[:episodes]
+class GrowingLatents:
+    """The latents of all episodes so far; `refresh` encodes those that came since."""
+
+    def __init__(self, run: Run, pool: FramePool, autoencoder: Autoencoder) -> None:
+        self._run, self._pool, self._autoencoder = run, pool, autoencoder
+        self._done = 0
+        self.latents = self._encode()
+
+    def _encode(self) -> LatentPool:
+        first, self._done = self._done, self._pool.count
+        span = slice(first, self._done)
+        device = self._run.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            return LatentPool.encode(
+                self._autoencoder, self._pool.frames[span], self._pool.keys[span],
+                self._pool.poses[span],
+            )  # fmt: skip
+
+    def refresh(self) -> None:
+        started = time.monotonic()
+        if self._pool.count > self._done:
+            self.latents.append(self._encode())
+        run, latents = self._run, self.latents.latents
+        run.metrics["frames"] = self._done * run.plan.length
+        run.minutes["encode"] = round(
+            run.minutes.get("encode", 0.0) + (time.monotonic() - started) / 60, 2
         )
-    run.minutes["encode"] = round((time.monotonic() - started) / 60, 2)
-    run.log.event(
-        "encoded", episodes=episodes, given_up=source.given_up,
-        mean=round(float(latents.latents.float().mean()), 3),
-        std=round(float(latents.latents[:: max(1, episodes // 50)].float().std()), 3),
-    )  # fmt: skip
-    return latents
+        run.log.event(
+            "encoded", episodes=self._done, mean=round(float(latents[::50].float().mean()), 3),
+            std=round(float(latents[::50].float().std()), 3),
+        )  # fmt: skip
 
 
 def save_and_measure(
@@ -207,7 +227,7 @@ def save_and_measure(
     run.last_save = time.monotonic()
 
 
-def train(run: Run, state: TrainState, latents: LatentPool, after: Any) -> None:
+def train(run: Run, state: TrainState, growing: GrowingLatents, after: Any) -> None:
     """The transformer's share of the time; a loss that is not finite goes back to a checkpoint."""
     training = run.plan.transformer
     end = run.args.minutes - run.plan.finish_minutes
@@ -218,8 +238,8 @@ def train(run: Run, state: TrainState, latents: LatentPool, after: Any) -> None:
         minutes = max(end - run.log.minutes, 0.05)
         try:
             used = train_transformer(
-                state, latents, training, minutes, run.args.seed, run.log, attention, compiled,
-                after,
+                state, growing.latents, training, minutes, run.args.seed, run.log, attention,
+                compiled, after, growing.refresh,
             )  # fmt: skip
             run.metrics["attention"] = used
             break
@@ -253,18 +273,23 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
         torch.backends.cudnn.benchmark = True
     run.log.event("start", budget=args.minutes, device=str(run.device), seed=args.seed)
     source = FrameSource(run)
-    unseen = load_folder(run.work / "unseen", run.device)
-    pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
-    pool.follow()
     try:
-        pool.wait_for(plan.first_episodes, 180)
-        run.minutes["first_frames"] = round(run.log.minutes, 2)
-        autoencoder = make_autoencoder(run, pool, unseen[0])
-        latents = latents_of(run, pool, autoencoder, source)
+        return train_all(run, source)
     finally:
         source.close()
-        pool.stop()
-    del pool
+
+
+def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
+    """Autoencoder, latents, transformer, last measurement."""
+    plan, args, pool = run.plan, run.args, source.pool
+    pool.wait_for(plan.first_episodes, 180)
+    run.minutes["first_frames"] = round(run.log.minutes, 2)
+    autoencoder = make_autoencoder(run, pool)
+    unseen = source.unseen()
+    psnr = reconstruction_psnr(autoencoder, unseen[0].flatten(0, 1)[:: plan.unseen_episodes])
+    run.log.event("autoencoder done", psnr_unseen=round(psnr, 2))
+    pool.wait_up_to(plan.enough_episodes, args.minutes * 3)
+    growing = GrowingLatents(run, pool, autoencoder)
     if run.device.type == "cuda":
         torch.cuda.empty_cache()
     state = TrainState.fresh(plan.world.transformer, plan.transformer, args.seed, run.device)
@@ -283,7 +308,8 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
 
     save_models(run.out, plan.world, state.average, autoencoder, run.facts(state))
     run.last_save = time.monotonic()
-    train(run, state, latents, after)
+    train(run, state, growing, after)
+    source.close()
     one_step = replace(plan.check, steps=1)
     metrics, _ = evaluate(
         shipped_copy(state.average), autoencoder, *unseen, plan.world.sampler, one_step

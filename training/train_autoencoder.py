@@ -196,17 +196,16 @@ def start_steps(trainer: Trainer, compiled: bool, log: Log) -> Callable[[], Any]
 
 def train_autoencoder(
     pool: FramePool,
-    unseen: torch.Tensor,
     model: Autoencoder,
     config: AutoencoderTraining,
     minutes: float,
     seed: int,
     log: Log,
     compiled: bool,
-) -> tuple[Autoencoder, dict[str, float]]:
+) -> tuple[Autoencoder, int]:
     """Trains `model`, new or from earlier weights, on the pool, which may still be filling.
 
-    unseen: uint8 [N, H, W, 3]. Returns the average of the weights, calibrated and rounded.
+    Returns the average of the weights, calibrated and rounded, and how many steps it took.
     """
     device = pool.frames.device
     torch.manual_seed(seed)
@@ -240,7 +239,4 @@ def train_autoencoder(
     average = trainer.average
     calibrate(average, to_signed(pool.random_frames(min(4096, 16 * config.batch), generator)))
     round_to_bf16(average)
-    psnr = reconstruction_psnr(average, unseen)
-    metrics = {"psnr_unseen": round(psnr, 2), "steps": step}
-    log.event("autoencoder done", **metrics)
-    return average, metrics
+    return average, step

@@ -303,8 +303,9 @@ def train_transformer(
     attention: str,
     compiled: bool,
     after_step: Callable[[TrainState], None],
+    before_stage: Callable[[], None],
 ) -> str:
-    """Runs the stages; returns the attention that was used.
+    """Runs the stages; returns the attention that was used. `pool` may grow before each.
 
     When the critic or the compiled attention fails on this machine, says so and goes on without.
     """
@@ -315,6 +316,7 @@ def train_transformer(
     done = 0.0
     for stage in training.stages:
         done += stage.share / total
+        before_stage()
         while True:
             torch.compiler.reset()  # shapes are static: each stage compiles for its own lengths
             seconds = run.seconds * done - run.elapsed
