@@ -26,7 +26,7 @@ class RunPlan:
     unseen_length: int = 272
     autoencoder_share: float = 0.26
     finish_minutes: float = 0.8
-    save_every_minutes: float = 3.5
+    save_every_minutes: float = 4.0
     autoencoder: AutoencoderTraining = field(default_factory=AutoencoderTraining)
     transformer: TransformerTraining = field(default_factory=TransformerTraining)
     check: EvaluationConfig = field(

@@ -307,7 +307,8 @@ def train_transformer(
 ) -> str:
     """Runs the stages; returns the attention that was used. `pool` may grow before each.
 
-    When the critic or the compiled attention fails on this machine, says so and goes on without.
+    When the critic, own histories or the compiled attention fail on this machine, says so and goes
+    on without.
     """
     run = Budget(minutes)
     state.runs.append({"minutes": minutes, "first_step": state.step, "seed": seed})
@@ -339,6 +340,9 @@ def train_transformer(
                 if stage.adversarial > 0:
                     stage = replace(stage, adversarial=0.0)
                     log.event("the critic fails; going on without it", reason=reason)
+                elif stage.own > 0:
+                    stage = replace(stage, own=0.0, edges=0.0)
+                    log.event("own histories fail; going on without them", reason=reason)
                 elif attention == "flex":
                     attention = "sdpa"
                     log.event("attention falls back to sdpa", reason=reason)
