@@ -27,6 +27,7 @@ LONG_EVERY = 4
 """The long walk, as long as all the rest together, is walked on every fourth map."""
 MAPS_PER_PROCESS = 8
 ATTEMPTS = 3
+PATIENCE = 180.0  # seconds for one process's maps
 
 
 def record(seeds: Sequence[int], out: Path, first: int) -> None:
@@ -55,27 +56,36 @@ def record(seeds: Sequence[int], out: Path, first: int) -> None:
 
 
 def record_all(seeds: Sequence[int], out: Path, processes: int) -> None:
-    """Several processes at once; what a crash left out is tried again."""
+    """Several processes at once; what a crashed or hung one left out is tried again."""
     size = max(1, min(MAPS_PER_PROCESS, -(-len(seeds) // processes)))
-    groups = [seeds[i : i + size] for i in range(0, len(seeds), size)]
-    root = Path(__file__).resolve().parent.parent
     for _ in range(ATTEMPTS):
-        waiting, running = list(groups), []
+        todo = missing(seeds, out)
+        if not todo:
+            return
+        waiting = [todo[i : i + size] for i in range(0, len(todo), size)]
+        running: list[tuple[subprocess.Popen[bytes], float]] = []
         while waiting or running:
             while waiting and len(running) < processes:
-                command = [
-                    sys.executable, "-m", "training.truth", "--out", str(out.resolve()),
-                    "--first", str(seeds[0]), "--seeds", *map(str, waiting.pop()),
-                ]  # fmt: skip
-                running.append(subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL))
-            running = [process for process in running if process.poll() is None]
+                running.append((_start(waiting.pop(), seeds[0], out), time.monotonic() + PATIENCE))
             time.sleep(0.05)
-        if not missing(seeds, out):
-            return
-    raise UserError(
-        f"the engine gave no truth for map {missing(seeds, out)[0]}; run again, or see what it "
-        f"says: python -m training.truth --out {out} --seeds {missing(seeds, out)[0]}"
-    )
+            for process, deadline in running:
+                if time.monotonic() > deadline:
+                    process.kill()
+            running = [each for each in running if each[0].poll() is None]
+    if missing(seeds, out):
+        raise UserError(
+            f"the engine gave no truth for map {missing(seeds, out)[0]}; run again, or see what it "
+            f"says: python -m training.truth --out {out} --seeds {missing(seeds, out)[0]}"
+        )
+
+
+def _start(seeds: Sequence[int], first: int, out: Path) -> subprocess.Popen[bytes]:
+    command = [
+        sys.executable, "-m", "training.truth", "--out", str(out.resolve()),
+        "--first", str(first), "--seeds", *map(str, seeds),
+    ]  # fmt: skip
+    root = Path(__file__).resolve().parent.parent
+    return subprocess.Popen(command, cwd=root, stdout=subprocess.DEVNULL)
 
 
 def missing(seeds: Sequence[int], out: Path) -> list[int]:

@@ -13,6 +13,7 @@ from quantwm.worlds.registry import (
     WORLDS,
     world_presence,
     world_scenes,
+    world_scripts,
     world_spec,
     world_terms,
 )
@@ -41,7 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     for world in found:
         scenes = ", ".join(scene["name"] for scene in world["scenes"])
         keys = ", ".join(f"{key} {meaning}" for key, meaning in world["keys"].items())
+        scripts = ", ".join(script["name"] for script in world["scripts"])
         say(f"{world['world']}: {world['title']}\n  scenes: {scenes or 'none'}\n  keys: {keys}")
+        if scripts:
+            say(f"  scripts: {scripts}")
         if world["problem"]:
             say(f"  {world['problem']}")
     emit({"worlds": found})
@@ -72,6 +76,10 @@ def _describe(name: str) -> dict[str, Any]:
         # weights and three lanes with the history that a CPU keeps by default, or their window
         "memory_bytes": presence.weight_bytes + caches,
         "scenes": [{"name": scene.name, "title": scene.title} for scene in world_scenes(name)],
+        "scripts": [
+            {"name": script.name, "title": script.title, "scene": script.scene}
+            for script in world_scripts(name)
+        ],
         "keys": dict(spec.keys),
         "resolution": "{}x{}".format(*spec.video_size),
         "fps": spec.fps,
