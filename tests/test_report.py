@@ -22,7 +22,7 @@ from quantwm.report.plan import rollout_jobs, units_of
 from quantwm.report.plots import to_svg
 from quantwm.report.pool import Failure, WorldSource, run_tasks, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
-from quantwm.report.variants import ALL, METHODS, SWEEPS, known
+from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from tests.cache_helpers import SPEC, run_chunk
 
@@ -65,7 +65,7 @@ def test_units_are_distinct_and_enough(world):
 def test_the_plan_covers_every_experiment_and_known_lane(world):
     jobs = rollout_jobs(world, PRESETS["full"])
     ran = {lane for job in jobs for lane in job.lanes} | {"bf16"}
-    assert ran == {v.name for v in ALL.values() if v.known}
+    assert ran == {v.name for v in known((*LANES, *ROLES, *ABLATION, *SWEEPS))}
     chunks = {job.experiment: len(job.actions) for job in jobs}
     assert (chunks["main"], chunks["minute"]) == (22, 131)
     assert {len(j.keep) > 0 for j in jobs if j.experiment == "still"} == {True, False}
@@ -141,7 +141,7 @@ def test_a_whole_report_in_its_least_form(tmp_path, capsys):
     assert "http://" not in html and "https://" not in html and "<script" not in html
     assert html.count("data:image/png") == 4 and "prefers-color-scheme:dark" in html
     found = json.loads((out / "results.json").read_text())
-    assert set(found["fidelity"]["lanes"]) == {"bf16", *(v.name for v in known(METHODS))}
+    assert set(found["fidelity"]["lanes"]) == {v.name for v in known(LANES)}
     assert set(found["sweep"]["rows"]) == {"quantwm", *(v.name for v in known(SWEEPS))}
     text = (out / "evidence.md").read_text()
     assert "random-tiny" in text and len(re.findall(r"^## \d\. ", text, re.M)) == 8

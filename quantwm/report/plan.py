@@ -10,7 +10,7 @@ import numpy as np
 
 from quantwm.report.jobs import Job, script
 from quantwm.report.scale import SCRIPTS, SLOW_TURN, STILL, Scale
-from quantwm.report.variants import ABLATION, ALL, METHODS, ROLES, SWEEPS, Variant, known
+from quantwm.report.variants import ABLATION, ALL, FLOOR, METHODS, ROLES, SWEEPS, Variant, known
 from quantwm.worlds.base import World
 
 SHEET_FRAMES = 7
@@ -47,22 +47,22 @@ def rollout_jobs(world: World, scale: Scale) -> list[Job]:
     """Every rollout but those on true episodes, the most wanted first: time may run out."""
     units, few = units_of(world, scale), few_of(scale)
     compared = (ALL["qvg"], ALL["quantwm"])
-    swept = (ALL["quantwm"], *SWEEPS)
+    swept, measured = (ALL["quantwm"], *SWEEPS), (FLOOR, *METHODS)
     flicker = units[: scale.flicker_scenes]
     return [
-        *_jobs(world, "main", units, METHODS, scale.chunks, scale.contact_sheets),
+        *_jobs(world, "main", units, measured, scale.chunks, scale.contact_sheets),
         *_jobs(world, "short", units, (*compared, *ROLES, *ABLATION), scale.short_chunks),
         *_jobs(world, "still", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "turn", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "minute", units[: scale.minute_scenes], few, scale.minute_chunks),
-        *_jobs(world, "taught", units, METHODS, scale.taught, mode="teacher"),
+        *_jobs(world, "taught", units, measured, scale.taught, mode="teacher"),
         *_jobs(world, "sweep", units[: scale.sweep_scenes], swept, scale.sweep_chunks),
     ]
 
 
 def few_of(scale: Scale) -> tuple[Variant, ...]:
     """The methods of the flicker, minute and revisit runs."""
-    return tuple(v for v in METHODS if not scale.few or v.name in scale.few)
+    return tuple(v for v in (FLOOR, *METHODS) if not scale.few or v.name in scale.few)
 
 
 def latency_job(world: World, scale: Scale) -> Job:

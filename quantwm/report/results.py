@@ -18,7 +18,7 @@ from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
 from quantwm.report.pool import Failure, Task, WorldSource, run_tasks, task_of
 from quantwm.report.scale import SCRIPTS, Scale
-from quantwm.report.variants import ABLATION, ALL, BF16, METHODS, ROLES, SWEEPS, known
+from quantwm.report.variants import ABLATION, ALL, LANES, METHODS, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
 
 Document = dict[str, Any]
@@ -175,7 +175,7 @@ def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
     document: Document = {"lanes": {}, "paired": {}}
     early = slice(0, round(2 * fps))
     ours = series_of(results, "main", "quantwm")
-    for variant in (BF16, *known(METHODS)):
+    for variant in known(LANES):
         free = series_of(results, "main", variant.name)
         taught = series_of(results, "taught", variant.name)
         if not free:
@@ -190,7 +190,7 @@ def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
             "curve_taught": numbers.curve_of(taught, "psnr") if taught else [],
             "excess_curve": numbers.curve_of(free, "excess"),
         }
-        if variant.name not in ("bf16", "quantwm"):
+        if variant.name not in ("bf16", "floor", "quantwm"):
             document["paired"][variant.name] = paired(ours, free, lambda s: psnr_of(s, early))
     return document
 
@@ -278,7 +278,7 @@ def _latency(result: JobResult) -> Document:
 
 def _flicker(results: Sequence[JobResult], experiment: str) -> Document:
     reference = series_of(results, experiment, REFERENCE)
-    lanes = {v.name: series_of(results, experiment, v.name) for v in (BF16, *METHODS)}
+    lanes = {v.name: series_of(results, experiment, v.name) for v in LANES}
     return {
         "scenes": len(reference),
         "lanes": {
@@ -293,7 +293,7 @@ def _flicker(results: Sequence[JobResult], experiment: str) -> Document:
 
 
 def _minute(results: Sequence[JobResult], fps: float) -> Document:
-    lanes = {v.name: series_of(results, "minute", v.name) for v in (BF16, *METHODS)}
+    lanes = {v.name: series_of(results, "minute", v.name) for v in LANES}
     found = {name: series for name, series in lanes.items() if series}
     return {
         "scenes": max((len(series) for series in found.values()), default=0),

@@ -47,6 +47,8 @@ def _quantwm(name: str, title: str, **settings: object) -> Variant:
 
 
 BF16 = Variant("bf16", "BF16", "bf16")
+FLOOR = Variant("floor", "noise floor", "bf16", {"second_kernel": True})
+"""BF16 through another attention kernel: what a method cannot be told from."""
 METHODS = (
     Variant("rtn", "RTN", "rtn"),
     Variant("kivi", "KIVI", "kivi"),
@@ -56,6 +58,8 @@ METHODS = (
     Variant("qtc", "QTC", "qtc"),
 )
 """Table 3 and everything that compares caches."""
+
+LANES = (BF16, FLOOR, *METHODS)
 
 ROLES = tuple(
     Variant(f"{method}-{role}", f"{title} {word}", method, role=role)
@@ -85,7 +89,7 @@ BEYOND = (
 )
 """The transform code at three budgets beside QuantWM; docs/beyond.md."""
 
-ALL = {v.name: v for v in (*BEYOND, BF16, *METHODS, *ROLES, *ABLATION, *SWEEPS)}
+ALL = {v.name: v for v in (*BEYOND, *LANES, *ROLES, *ABLATION, *SWEEPS)}
 
 
 def title_of(name: str) -> str:
