@@ -43,7 +43,8 @@ def affine_side(case: Case, corrected: bool) -> Encoded:
     if corrected and coefficients is not None and row_scales is not None:
         rows = (coefficients[:, first:].contiguous(), row_scales[:, first:].contiguous(),
                 case.basis)  # fmt: skip
-    side = Side("affine", None, *packed, *rows, first if corrected else 0)
+    held = (*packed[:5], tuple(stops.tolist()), zeros)
+    side = Side("affine", None, *held, *rows, first if corrected else 0)
     decode = reference.prepare_quantwm(*packed, case.group_size, *rows, first if corrected else 0)
     return side, _decoded(case, decode)
 

@@ -103,8 +103,9 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         ops.prepare_quantwm(*quantwm, group, *correction)(out, 0, 0, tokens)
 
     def fused_corrected() -> None:
-        side = Side("affine", None, *quantwm, *correction)
-        fused.fused(x, [(side, Side("affine", None, *quantwm), 0, tokens)], 0.01)
+        held = (*quantwm[:5], (tokens,), quantwm[6])
+        side = Side("affine", None, *held, *correction)
+        fused.fused(x, [(side, Side("affine", None, *held), 0, tokens)], 0.01)
 
     return {
         "FLASH": lambda: fused.fused(x, [(Side("plain", x), Side("plain", x), 0, tokens)], 0.01),

@@ -84,9 +84,14 @@ def decode_affine_kernel(
     valid = rows < stop - first
     at = head * n_tokens + first
     zero_bytes = (n_tokens.to(tl.int64) * (D // GROUP) + 3) // 4
+    chunk = tl.zeros((BLOCK_N,), tl.int32)
+    for c in range(0, n_chunks - 1):  # the last stop lies behind every row
+        chunk += (rows >= tl.load(chunk_stops_ptr + c) - first).to(tl.int32)
+    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
+    step = tl.div_rn(secondary.to(tl.float32), 255.0)
     scale, zero = affine_scales(
-        scales_ptr + at * (D // GROUP), zeros_ptr + head * zero_bytes, first,
-        secondary_ptr + head * n_chunks, chunk_stops_ptr, rows, valid, n_chunks, D, GROUP, True,
+        scales_ptr + at * (D // GROUP), zeros_ptr + head * zero_bytes, first, step[:, None], rows,
+        valid, D, GROUP,
     )  # fmt: skip
     levels = code_levels(codes_ptr + at * (D // 16), zero, rows, valid, D)
     values = levels * scale[:, :, None]

@@ -53,8 +53,8 @@ def _plain_tile(ptr, first, stride_n, rows, valid, D: tl.constexpr):
 
 @triton.jit
 def _packed_tile(
-    codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
-    first, rows, valid, n_chunks, D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    codes_ptr, ids_ptr, centroids_ptr, scales_ptr, zeros_ptr, step, first, rows, valid,
+    D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
     """A decoded tile [BLOCK_N, D] from token `first` of the head, whose pointers are given.
@@ -69,10 +69,7 @@ def _packed_tile(
         scale = ternary_scales(scales_ptr, rows, valid, D, GROUP)
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
-        scale, zero = affine_scales(
-            scales_ptr, zeros_ptr, first, secondary_ptr, chunk_stops_ptr, rows, valid, n_chunks,
-            D, GROUP, not PACKED_MATH,
-        )  # fmt: skip
+        scale, zero = affine_scales(scales_ptr, zeros_ptr, first, step, rows, valid, D, GROUP)
     means = centroid_rows(ids_ptr + at, centroids_ptr, rows, valid, D)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
@@ -93,12 +90,11 @@ def _packed_tile(
 
 @triton.jit
 def _attend_range(
-    q, q_scale, turned, sums, largest, total, first, last, stop, n_chunks,
+    q, q_scale, turned, sums, largest, total, first, last, stop, k_step, v_step,
     first_corrected, scale,
-    k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
-    k_zeros_ptr, coefficients_ptr, row_scales_ptr,
-    v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
-    v_zeros_ptr, chunk_stops_ptr,
+    k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_zeros_ptr,
+    coefficients_ptr, row_scales_ptr,
+    v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr,
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
@@ -121,9 +117,8 @@ def _attend_range(
                 k = as_operand(_plain_tile(k_ptr, begin, k_stride_n, rows, valid, D), DOT_DTYPE)
             else:
                 k = _packed_tile(
-                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_secondary_ptr,
-                    chunk_stops_ptr, k_zeros_ptr, begin, rows, valid, n_chunks, D, K_GROUP,
-                    K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_zeros_ptr, k_step,
+                    begin, rows, valid, D, K_GROUP, K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
                 )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
@@ -149,9 +144,8 @@ def _attend_range(
             v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
         else:
             v = _packed_tile(
-                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_secondary_ptr,
-                chunk_stops_ptr, v_zeros_ptr, begin, rows, valid, n_chunks, D, V_GROUP,
-                V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr, v_step,
+                begin, rows, valid, D, V_GROUP, V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
             )  # fmt: skip
         sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
     return sums, largest, total
@@ -159,8 +153,8 @@ def _attend_range(
 
 @triton.jit(
     do_not_specialize=[
-        "n_queries", "start", "stop", "n_tokens", "n_chunks", "first_corrected", "is_first",
-        "is_last", "k_secondary_ptr", "v_secondary_ptr", "chunk_stops_ptr",
+        "n_queries", "start", "stop", "n_tokens", "chunk", "n_chunks", "first_corrected",
+        "is_first", "is_last", "k_secondary_ptr", "v_secondary_ptr",
     ]
 )  # fmt: skip
 def flash_kernel(
@@ -168,9 +162,10 @@ def flash_kernel(
     k_ptr, k_stride_h, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr,
     k_secondary_ptr, k_zeros_ptr, coefficients_ptr, row_scales_ptr, basis_ptr,
     v_ptr, v_stride_h, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
-    v_secondary_ptr, v_zeros_ptr, chunk_stops_ptr,
+    v_secondary_ptr, v_zeros_ptr,
     k_count, v_count,  # centroids; runtime: only in addresses
-    n_queries, start, stop, n_tokens, n_chunks, first_corrected,  # runtime: bounds and addresses
+    n_queries, start, stop, n_tokens, first_corrected,  # runtime: bounds and addresses
+    chunk, n_chunks,  # runtime: tokens start .. stop - 1 are of one chunk and share its scale
     is_first, is_last,  # runtime: whether there is a state to go on from, and one to leave
     scale,  # runtime: of the scores, log2(e) in it
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
@@ -203,6 +198,7 @@ def flash_kernel(
         turned = tl.dot(q, as_operand(basis, DOT_DTYPE), input_precision="ieee").to(DOT_DTYPE)
 
     # Pointers of this head.
+    k_step, v_step = 1.0, 1.0
     at = head * n_tokens
     if K_KIND == 0 or K_KIND == 3:
         k_ptr += head * k_stride_h
@@ -212,7 +208,7 @@ def flash_kernel(
         k_centroids_ptr += head * k_count * D
         k_scales_ptr += at * (D // K_GROUP)
     if K_KIND == 2:
-        k_secondary_ptr += head * n_chunks
+        k_step = tl.load(k_secondary_ptr + head * n_chunks + chunk).to(tl.float32) / 255.0
         k_zeros_ptr += head * ((n_tokens.to(tl.int64) * (D // K_GROUP) + 3) // 4)
     if K_KIND == 3:
         k_scales_ptr += at
@@ -224,7 +220,7 @@ def flash_kernel(
         v_centroids_ptr += head * v_count * D
         v_scales_ptr += at * (D // V_GROUP)
     if V_KIND == 2:
-        v_secondary_ptr += head * n_chunks
+        v_step = tl.load(v_secondary_ptr + head * n_chunks + chunk).to(tl.float32) / 255.0
         v_zeros_ptr += head * ((n_tokens.to(tl.int64) * (D // V_GROUP) + 3) // 4)
     if RANK > 0:
         coefficients_ptr += head * (n_tokens - first_corrected) * RANK
@@ -240,11 +236,11 @@ def flash_kernel(
     for part in tl.static_range(2):
         sums, largest, total = _attend_range(
             q, q_scale, turned, sums, largest, total, start if part == 0 else whole,
-            whole if part == 0 else stop, stop, n_chunks, first_corrected, scale,
+            whole if part == 0 else stop, stop, k_step, v_step, first_corrected, scale,
             k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr,
-            k_secondary_ptr, k_zeros_ptr, coefficients_ptr, row_scales_ptr,
+            k_zeros_ptr, coefficients_ptr, row_scales_ptr,
             v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
-            v_secondary_ptr, v_zeros_ptr, chunk_stops_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
+            v_zeros_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
             RANK, RANK_PAD, BLOCK_N, DOT_DTYPE, PACKED_MATH, part == 1,
         )  # fmt: skip
     if is_last:

@@ -43,7 +43,8 @@ class Side(NamedTuple):
 
     Attributes:
         kind: "plain" has values alone, [H, N, D]; "ternary" codes, ids, centroids and scales;
-            "affine" all but values, and the last four where keys are corrected.
+            "affine" all but values, and the last four where keys are corrected. chunk_stops are
+            on the host, for a launch takes the tokens of one chunk.
     """
 
     kind: Literal["plain", "ternary", "affine"]
@@ -53,7 +54,7 @@ class Side(NamedTuple):
     centroids: Tensor | None = None
     scales: Tensor | None = None
     secondary: Tensor | None = None
-    chunk_stops: Tensor | None = None
+    chunk_stops: tuple[int, ...] = ()
     zeros: Tensor | None = None
     coefficients: Tensor | None = None
     row_scales: Tensor | None = None

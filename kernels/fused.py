@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 import triton
@@ -31,14 +32,15 @@ def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: flo
     """Softmax attention of q [H, Nq, D] over segments of keys and values -> [H, Nq, D].
 
     segments: (keys, values, start, stop): tokens [start, stop) of both are attended. scale: of
-    the scores. One launch a segment; between them the running softmax lies in float32 [H, Nq, D]
-    and two [H, Nq], the only memory beyond the output. ValueError on anything else.
+    the scores. One launch a segment and chunk of it; between them the running softmax lies in
+    float32 [H, Nq, D] and two [H, Nq], all that is needed beyond the output. ValueError on
+    anything else.
     """
     reason = unsupported_queries(q)
     if reason or q.stride(2) != 1:
         raise ValueError(f"no kernel: {reason or 'channels of q must be adjacent'}")
     heads, queries, dim = q.shape
-    shown = [segment for segment in segments if segment[2] < segment[3]]
+    shown = [piece for segment in segments for piece in _pieces(*segment)]
     if not shown:
         raise ValueError("attention needs at least one token")
     out = torch.empty((heads, queries, dim), dtype=q.dtype, device=q.device)
@@ -49,11 +51,24 @@ def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: flo
         state = (sums, rows[0], rows[1])
     else:
         state = (out, out, out)  # neither read nor written
-    for number, (keys, values, start, stop) in enumerate(shown):
+    for keys, values, _, stop in segments:
         _check(keys, q, stop), _check(values, q, stop)
+    for number, (keys, values, start, stop, chunk) in enumerate(shown):
         flags = (int(number == 0), int(number == len(shown) - 1))
-        _launch(q, None, out, state, keys, values, (start, stop), flags, scale)
+        _launch(q, None, out, state, keys, values, (start, stop), chunk, flags, scale)
     return out
+
+
+def _pieces(
+    keys: Side, values: Side, start: int, stop: int
+) -> Iterator[tuple[Side, Side, int, int, int]]:
+    """The segment cut at its chunks' ends, with the number of each chunk; nothing empty."""
+    stops = keys.chunk_stops or values.chunk_stops or (stop,)
+    if values.chunk_stops and values.chunk_stops != stops:
+        raise ValueError("keys and values of a segment must have the same chunks")
+    for chunk, (first, last) in enumerate(pairwise((0, *stops))):
+        if max(first, start) < min(last, stop):
+            yield keys, values, max(first, start), min(last, stop), chunk
 
 
 def attend_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -67,7 +82,7 @@ def attend_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     keys = Side("plain", values=k_codes, scales=k_scales)
     bounds = (0, k.shape[1])
-    _launch(q_codes, q_scales, out, (out, out, out), keys, Side("plain", values=v), bounds,
+    _launch(q_codes, q_scales, out, (out, out, out), keys, Side("plain", values=v), bounds, 0,
             (1, 1), scale)  # fmt: skip
     return out
 
@@ -128,7 +143,8 @@ def _tokens(side: Side) -> int:
 
 def _launch(
     q: Tensor, q_scales: Tensor | None, out: Tensor, state: tuple[Tensor | None, ...],
-    keys: Side, values: Side, bounds: tuple[int, int], flags: tuple[int, int], scale: float,
+    keys: Side, values: Side, bounds: tuple[int, int], chunk: int, flags: tuple[int, int],
+    scale: float,
 ) -> None:  # fmt: skip
     heads, queries, dim = q.shape
     k_kind = INT8 if q_scales is not None else KINDS[keys.kind]
@@ -138,17 +154,15 @@ def _launch(
         table = tuning.FLASH_INT8
     else:
         table = tuning.FLASH if k_kind == v_kind == PLAIN else tuning.FLASH_PACKED
-    row, packed = table[dim], values if keys.secondary is None else keys
-    chunks = 1 if packed.secondary is None else packed.secondary.shape[1]
-    stops = packed.chunk_stops
+    row, chunks = table[dim], len(keys.chunk_stops or values.chunk_stops)
     counts = [1 if s.centroids is None else s.centroids.shape[1] for s in (keys, values)]
     groups = [dim if s.kind == "plain" else dim // s.scales.shape[2] for s in (keys, values)]
     args = (
         q, q.stride(0), q.stride(1), q_scales, out, *state,
         *_addresses(keys), keys.coefficients, keys.row_scales, keys.basis,
-        *_addresses(values), stops, *counts,
-        queries, *bounds, _tokens(keys), chunks, keys.first_corrected if rank else 0, *flags,
-        float(scale) * LOG2_E,
+        *_addresses(values), *counts,
+        queries, *bounds, _tokens(keys), keys.first_corrected if rank else 0, chunk, chunks,
+        *flags, float(scale) * LOG2_E,
     )  # fmt: skip
     constants = {
         "D": dim, "K_KIND": k_kind, "V_KIND": v_kind, "K_GROUP": groups[0], "V_GROUP": groups[1],

@@ -142,21 +142,14 @@ def ternary_scales(scales_ptr, rows, valid, D: tl.constexpr, GROUP: tl.constexpr
 
 @triton.jit
 def affine_scales(
-    scales_ptr, zeros_ptr, first, secondary_ptr, chunk_stops_ptr, rows, valid, n_chunks,
-    D: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    scales_ptr, zeros_ptr, first, step, rows, valid, D: tl.constexpr, GROUP: tl.constexpr
+):
     """Scale and zero of every word of 16 channels, float32 [BLOCK_N, D / 16].
 
-    zeros_ptr, secondary_ptr: of the head, for a block's zeros may begin inside a byte; first: the
-    block's first token. EXACT: the division by 255 is correctly rounded, as the reference's; it
-    is a call otherwise saved.
+    zeros_ptr: of the head, for a block's zeros may begin inside a byte; first: the block's first
+    token; step: secondary / 255, of every token or of all.
     """
     groups: tl.constexpr = D // GROUP
-    chunk = tl.zeros_like(rows)
-    for c in range(0, n_chunks - 1):  # the last stop lies behind every row
-        chunk += (rows >= tl.load(chunk_stops_ptr + c) - first).to(tl.int32)
-    step = tl.load(secondary_ptr + chunk, mask=valid, other=0.0).to(tl.float32)
-    step = tl.div_rn(step, 255.0) if EXACT else step * (1.0 / 255.0)
     of_word = tl.arange(0, D // 16) * 16 // GROUP
     place = rows[:, None] * groups + of_word[None, :]
     codes = tl.load(scales_ptr + place, mask=valid[:, None], other=0)
@@ -164,4 +157,4 @@ def affine_scales(
     flat = place + (begin % 4).to(tl.int32)
     byte = tl.load(zeros_ptr + begin // 4 + flat // 4, mask=valid[:, None], other=0)
     zero = ((byte.to(tl.int32) >> (2 * (flat % 4))) & 3).to(tl.float32)
-    return codes.to(tl.float32) * step[:, None], zero
+    return codes.to(tl.float32) * step, zero

@@ -326,7 +326,7 @@ class QuantWMFormat:
         if rows is not None and rows.mask is not None:
             rows = rows.dense()
         packed = (span.codes, span.ids, span.codebook.dense(), span.scales)
-        affine = (span.secondary, span.chunk_stops, span.zeros)
+        affine = (span.secondary, tuple(accumulate(span.chunk_tokens)), span.zeros)
         if rows is None:
             return Side("affine", None, *packed, *affine)
         correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
