@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from wan_tiny import WORLDS, actions_of, settings  # the last is a fixture
+from wan_tiny import WORLDS, actions_of, settings, tiny  # the last is a fixture
 
 from quantwm.actions import parse_actions
 from quantwm.cli import main
@@ -25,6 +25,8 @@ from quantwm.worlds import registry
 from quantwm.worlds import room as rooms
 from quantwm.worlds.registry import load_world, world_presence, world_spec
 from quantwm.worlds.wan import catalog, downloads, files, memory_frames, needs
+
+__all__ = ["tiny"]
 
 
 @pytest.mark.parametrize("tiny", sorted(WORLDS), indirect=True)
