@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,7 @@ from training.losses import (
 )
 from training.own_history import mixed_history, own_rollout
 from training.progress import Budget, Log
+from training.revisits import find_revisits, starts_with_revisit
 from training.rollout import roll_out
 from training.teacher_forcing import dense_mask, sdpa_attend, two_stream_tables
 from training.train_transformer import TrainState, train_stage
@@ -124,6 +126,21 @@ def test_critic_gradient_has_the_length_that_was_asked_for(clips):
     pushed = grads[0.5] - grads[0.0]
     assert (pushed[:, :CHUNK] == 0).all()
     assert float(pushed.norm() / grads[0.0].norm()) == pytest.approx(0.5, rel=1e-3)
+
+
+def test_a_full_turn_is_a_revisit_and_a_glance_is_none():
+    turn = 2 * np.pi / 48
+    angles = np.concatenate((np.zeros(20), turn * np.arange(1, 49), np.full(12, 2 * np.pi)))
+    glance = np.concatenate((np.zeros(34), turn * np.arange(1, 4), turn * np.arange(3, -1, -1)))
+    glance = np.concatenate((glance, np.zeros(len(angles) - len(glance))))
+    poses = torch.zeros(2, len(angles), 3)
+    poses[0, :, 0], poses[1, :, 0] = torch.tensor(angles), torch.tensor(glance)
+    found = find_revisits(poses)
+    assert set(found[:, 0].tolist()) == {0}
+    assert 64 <= int(found[:, 1].min()) <= 68 and int(found[0, 2]) <= 22
+    episodes, starts = starts_with_revisit(found, 32, 64, 80, rng(1))
+    assert (episodes == 0).all() and (starts >= 5).all() and (starts <= 16).all()
+    assert starts_with_revisit(found, 4, 16, 80, rng(1)) is None
 
 
 def test_edge_error_sees_blur_in_judged_chunks_only(clips):

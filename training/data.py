@@ -15,6 +15,7 @@ from quantwm.worlds.embedded.autoencoder import Autoencoder, to_signed
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import START, as_array, follow
 from training.frames import HEIGHT, WIDTH, Episode, load_episode
+from training.revisits import find_revisits, starts_with_revisit
 
 
 class FramePool:
@@ -128,6 +129,7 @@ class LatentPool:
 
     def __init__(self, latents: torch.Tensor, keys: torch.Tensor, poses: torch.Tensor) -> None:
         self.latents, self.keys, self.poses = latents, keys, poses
+        self.revisits = find_revisits(poses)
 
     @classmethod
     @torch.no_grad()
@@ -154,20 +156,31 @@ class LatentPool:
 
     def append(self, more: LatentPool) -> None:
         """Adds the episodes of another pool behind these."""
+        later = more.revisits.clone()
+        later[:, 0] += len(self.latents)
+        self.revisits = torch.cat((self.revisits, later))
         self.latents = torch.cat((self.latents, more.latents))
         self.keys = torch.cat((self.keys, more.keys))
         self.poses = torch.cat((self.poses, more.poses))
 
     def random_clips(
-        self, count: int, frames: int, generator: torch.Generator
+        self, count: int, frames: int, generator: torch.Generator, revisits: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Latents [count, frames, C, h, w], keys float32 [count, frames, 6], poses [.., .., 3]."""
+        """Latents [count, frames, C, h, w], keys float32 [count, frames, 6], poses [.., .., 3].
+
+        revisits: share of the clips that are chosen to hold one, where any fits.
+        """
         episodes, length = self.latents.shape[:2]
         if frames > length:
             raise UserError(f"clips of {frames} frames need episodes at least as long: {length}")
         device = self.latents.device
         e = torch.randint(episodes, (count, 1), generator=generator, device=device)
         t = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
+        picked = round(revisits * count)
+        if picked and (
+            found := starts_with_revisit(self.revisits, picked, frames, length, generator)
+        ):
+            e[:picked, 0], t[:picked, 0] = found
         t = t + torch.arange(frames, device=device)
         return self.latents[e, t], self.keys[e, t].float(), self.poses[e, t]
 

@@ -40,6 +40,7 @@ class TransformerTraining:
     of clips without positions, as after a walk along a wall. sampler_share: share of the chunks
     at one of the two noise levels that the product's sampler asks for (1 and 0.75); the rest is
     spread over all levels, and below sigma_floor the error's weight grows no more.
+    revisits: share of the clips chosen because they come back to something not seen for 16 frames.
     second_round: share of steps whose own histories are made twice, the second time from the
     first."""
 
@@ -63,6 +64,7 @@ class TransformerTraining:
     sampler_share: float = 0.5
     short_windows: tuple[int, ...] = (3, 4, 8)
     short_chance: float = 0.3
+    revisits: float = 0.4
     context_chunks: int = 4
     second_round: float = 0.3
     context_noise: float = 0.15

@@ -121,6 +121,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--adversarial", type=float, help="weight of the critic; 0 is none")
     group.add_argument("--edges", type=float, help="weight of the edges' strength; 0 is none")
     group.add_argument("--sampler-share", type=float, help="of chunks at the sampler's levels")
+    group.add_argument("--revisits", type=float, help="share of clips chosen to hold a revisit")
     group.add_argument("--context-noise", type=float, help="noise on the history, at most")
     group.add_argument("--short-chance", type=float, help="share of steps with a short window")
     group.add_argument("--frames", type=int, help="no stage with clips longer than this")
@@ -128,13 +129,13 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     """The plan as the switches change it. UserError for a value that makes no sense."""
-    shares = ("ae_share", "own", "adversarial", "edges", "sampler_share", "context_noise")
-    for name in (*shares, "short_chance"):
+    of_training = ("sampler_share", "context_noise", "revisits", "short_chance")
+    for name in ("ae_share", "own", "adversarial", "edges", *of_training):
         value = getattr(args, name)
         if value is not None and not 0 <= value <= 1:
             raise UserError(f"--{name.replace('_', '-')} must be 0 to 1, got {value}")
     training = plan.transformer
-    for name in ("muon_lr", "sampler_share", "context_noise", "short_chance"):
+    for name in ("muon_lr", *of_training):
         if getattr(args, name) is not None:
             training = replace(training, **{name: getattr(args, name)})
     stages = [

@@ -200,7 +200,8 @@ class GrowingLatents:
             run.minutes.get("encode", 0.0) + (time.monotonic() - started) / 60, 2
         )
         run.log.event(
-            "encoded", episodes=self._done, mean=round(float(latents[::50].float().mean()), 3),
+            "encoded", episodes=self._done, revisits=len(self.latents.revisits),
+            mean=round(float(latents[::50].float().mean()), 3),
             std=round(float(latents[::50].float().std()), 3),
         )  # fmt: skip
 

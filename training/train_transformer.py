@@ -200,7 +200,9 @@ def draw_clips(
     pool: LatentPool, stage: Stage, config: TransformerConfig, training: TransformerTraining,
     generator: torch.Generator,
 ) -> Clips:  # fmt: skip
-    latents, keys, poses = pool.random_clips(stage.batch, stage.frames, generator)
+    latents, keys, poses = pool.random_clips(
+        stage.batch, stage.frames, generator, training.revisits
+    )
     told = config.pose and training.pose
     pose = training_pose(poses, config.grid[1], training.lost, generator) if told else None
     return Clips(latents, keys, pose)
