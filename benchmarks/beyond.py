@@ -31,7 +31,7 @@ from quantwm.report.numbers import (
     series_of,
     windows_of,
 )
-from quantwm.report.pool import Task, WorldSource, run_tasks, task_of
+from quantwm.report.pool import Task, WorldSource, reasons, run_tasks, task_of, whole
 from quantwm.report.scale import PRESETS
 from quantwm.report.variants import BEYOND
 from quantwm.worlds.base import World
@@ -73,12 +73,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             files["the world's own"] = beyond_study.record(world, Path(folder), options.recorded)
         studies = [(name, method) for name in files for method in methods]
         episodes, jobs = _jobs(world, options, lanes)
-        tasks: list[Task[Any]] = [task_of(run_job, job) for job in jobs]
-        tasks += [task_of(beyond_study.study_method, files[n], method) for n, method in studies]
+        tasks: list[Task[Any]] = [
+            task_of(beyond_study.study_method, files[name], method) for name, method in studies
+        ]
+        tasks += [task_of(run_job, job) for job in jobs]
         stop = began + options.seconds
-        done = run_tasks(tasks, world, source, processes, stop, _say)
-    rollouts = [found for found in done[: len(jobs)] if found is not None]
-    rows = [(name, row) for (name, _), row in zip(studies, done[len(jobs) :], strict=True) if row]
+        finished = run_tasks(tasks, world, source, processes, stop, _say)
+    for reason in reasons(finished):
+        _say(f"failed: {reason}")
+    done = whole(finished)
+    rows = [(n, row) for (n, _), row in zip(studies, done[: len(studies)], strict=True) if row]
+    rollouts = [found for found in done[len(studies) :] if found is not None]
     result = {
         "benchmark": "beyond",
         "weights": world.weights_sha256() if options.random is None else "random",

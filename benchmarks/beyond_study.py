@@ -23,7 +23,7 @@ METHODS = (
     "rtn", "kivi", "qvg", "qvg-pro", "quantwm", "qtc:small", "qtc", "qtc:large",
     "quantwm:psac=false", "quantwm:clip=0.7", "quantwm:unrotate=true", "quantwm:unrotated",
     "qtc:without-unrotation", "qtc:without-queries", "qtc:without-averaging", "qtc:without-bases",
-    "qtc:without-gains", "qtc:without-means",
+    "qtc:without-gains", "qtc:without-means", "qtc:by-attention", "qtc:by-output",
 )  # fmt: skip
 """All caches at their budgets; what of QuantWM can be had alone; qtc without one ingredient."""
 

@@ -29,7 +29,15 @@ from quantwm.engine_checks import (
 )
 from quantwm.engine_types import BlockResult, LaneConfig, LaneResult
 from quantwm.errors import UserError
-from quantwm.lanes import check_lanes, is_bf16, is_floor, lane_format, limit_history, max_tokens_for
+from quantwm.lanes import (
+    check_lanes,
+    is_bf16,
+    is_floor,
+    lane_format,
+    limit_history,
+    max_tokens_for,
+    with_output_weights,
+)
 from quantwm.memory import read_memory
 from quantwm.tensor_files import TensorRecorder
 from quantwm.token_selection import QueryWatch
@@ -290,7 +298,7 @@ class Engine:
     def _make_lane(self, config: LaneConfig) -> _Lane:
         cache = KVCache(
             self.world.spec.cache,
-            self._format_of(config),
+            with_output_weights(self._format_of(config), self.world),
             config.policy,
             device=self.world.device,
             dtype=self.world.dtype,

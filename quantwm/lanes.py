@@ -80,6 +80,15 @@ def lane_format(lane: LaneConfig) -> Format[Any]:
     return make_format(lane.method, **lane.settings)
 
 
+def with_output_weights(fmt: Format[Any], world: Any) -> Format[Any]:
+    """The format, told of the world's output weights where it asks and the world gives them."""
+    given = getattr(world, "value_metric", None)
+    if given is not None and hasattr(fmt, "output_metric"):
+        layers, streams = world.spec.cache.layers, world.spec.cache.streams
+        fmt.output_metric = lambda slot: given(slot % layers, streams[slot // layers])
+    return fmt
+
+
 def is_bf16(lane: LaneConfig) -> bool:
     """Whether a lane is the reference that the others are measured by: BF16, and not the noise
     floor, which is BF16 through another attention kernel."""

@@ -16,10 +16,17 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats import qtc_gain
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
-from quantwm.cache.formats.qtc_basis import basis_bytes
-from quantwm.cache.formats.qtc_learner import Coding, QtcLearner, SlotGuide
+from quantwm.cache.formats.qtc_basis import Basis, basis_bytes
+from quantwm.cache.formats.qtc_learner import (
+    Coding,
+    OutputMetric,
+    QtcLearner,
+    SlotGuide,
+    weighed_by,
+)
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
 from quantwm.cache.formats.qtc_planes import BLOCK
 from quantwm.cache.formats.qtc_span import QtcSpan
@@ -27,6 +34,9 @@ from quantwm.cache.formats.qtc_statistics import SlotStatistics, moment_bytes, s
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
+
+KEY_METRICS = ("queries", "identity")
+VALUE_METRICS = ("identity", "attention", "output")
 
 
 @dataclass(frozen=True)
@@ -44,9 +54,13 @@ class QtcConfig:
         plain_bits: of an element of those first tokens, which are read to the end.
         horizon_frames: over which relative positions a query may read, in latent frames; at most
             the cache's window.
-        unrotate, weigh, average, token_gains, chunk_means: to measure what each is worth: keys
-            un-rotated, errors weighed by past queries, those averaged over relative positions, a
-            gain for each token, a mean for each chunk.
+        key_metric: what an error of a key costs: "queries" (what past queries make of it) or
+            "identity" (its square).
+        value_metric: of a value: "identity"; "attention" (squares, tokens counted by what their own
+            chunk's queries give them); "output" (what the layer's output weights make of it, where
+            the world gives them).
+        unrotate, average, token_gains, chunk_means: to measure what each is worth: keys un-rotated,
+            queries averaged over relative positions, a gain for each token, a mean for each chunk.
     """
 
     key_bits: float = 2.0
@@ -58,8 +72,9 @@ class QtcConfig:
     basis_after: float = 3.0
     plain_bits: int = 2
     horizon_frames: int = 64
+    key_metric: str = "queries"
+    value_metric: str = "identity"
     unrotate: bool = True
-    weigh: bool = True
     average: bool = True
     token_gains: bool = True
     chunk_means: bool = True
@@ -77,6 +92,11 @@ class QtcConfig:
                     f"{role}_bits must be above 0 and at most {rows * width:g}, "
                     f"{role}_rows * {role}_width; got {bits}"
                 )
+        for name, known in (("key_metric", KEY_METRICS), ("value_metric", VALUE_METRICS)):
+            if getattr(self, name) not in known:
+                raise UserError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
         if not 1 <= self.plain_bits <= MAX_WIDTH:
             raise UserError(f"plain_bits must be 1 to {MAX_WIDTH}, got {self.plain_bits}")
         if not self.basis_after > 0:
@@ -90,11 +110,13 @@ PRESETS = {
     "medium": QtcConfig(),
     "large": QtcConfig(key_bits=2.75, value_bits=2.125, key_rows=0.875),
     "without-unrotation": QtcConfig(unrotate=False),
-    "without-queries": QtcConfig(weigh=False),
+    "without-queries": QtcConfig(key_metric="identity"),
     "without-averaging": QtcConfig(average=False),
     "without-gains": QtcConfig(token_gains=False),
     "without-means": QtcConfig(chunk_means=False),
     "without-bases": QtcConfig(basis_after=1e9),
+    "by-attention": QtcConfig(value_metric="attention"),
+    "by-output": QtcConfig(value_metric="output"),
 }
 """small, medium, large: about 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072
 tokens a basis. The others are medium without one ingredient, for docs/beyond.md."""
@@ -113,6 +135,8 @@ class QtcFormat:
 
     def __init__(self, config: QtcConfig | None = None) -> None:
         self.config = config or QtcConfig()
+        self.output_metric: OutputMetric | None = None
+        """Of a slot's values, set by whoever knows the model before the cache is made."""
 
     def check(self, head_dim: int) -> None:
         if head_dim % BLOCK:
@@ -135,12 +159,16 @@ class QtcFormat:
             rows=(self._rows("keys", head_dim), self._rows("values", head_dim)),
             max_widths=(config.key_width, config.value_width),
             horizon_frames=horizon if config.average else 0,
-            weigh=config.weigh,
+            weigh=config.key_metric == "queries",
+            value_metric=config.value_metric,
             first_tokens=math.ceil(config.basis_after * head_dim),
         )
         empty = SlotStatistics.empty(device)
         rope = rope if config.unrotate else None
-        return QtcLearner(coding, rope, (empty,) * slots, window * tokens_per_frame)
+        output = self.output_metric if config.value_metric == "output" else None
+        if config.value_metric == "output" and output is None:
+            note_fallback("qtc counts plain errors of values: this world gives no output weights")
+        return QtcLearner(coding, rope, (empty,) * slots, window * tokens_per_frame, output)
 
     def _rows(self, role: Role, head_dim: int) -> int:
         part = self.config.key_rows if role == "keys" else self.config.value_rows
@@ -165,7 +193,7 @@ class QtcFormat:
         if not isinstance(known, SlotGuide):
             known = SlotGuide.unknown(tokens, x.device)
         basis = known.keys if role == "keys" else known.values
-        metric = known.metric(head_dim) if role == "keys" else None
+        metric = known.metric(head_dim) if role == "keys" else self._value_metric(known, basis)
         positions = known.positions
         tokens_in = Tokens.of(x, known.rope if role == "keys" else None, positions)
         about = torch.zeros(heads, head_dim, device=x.device)
@@ -189,6 +217,12 @@ class QtcFormat:
             basis=basis,
             asked_at=known.asked_at,
         )
+
+    def _value_metric(self, known: SlotGuide, basis: Basis | None) -> Tensor | None:
+        """Codes without a basis are plain ones: their feedback is for the metric of queries."""
+        if self.config.value_metric != "output" or basis is None:
+            return None
+        return None if self.output_metric is None else weighed_by(self.output_metric(known.slot))
 
     def join(self, first: QtcSpan, second: QtcSpan) -> QtcSpan:
         return first.joined(second)

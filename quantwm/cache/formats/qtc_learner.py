@@ -8,7 +8,7 @@ last time, than its own bytes would if they were spent on codes?
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,10 +26,16 @@ from quantwm.cache.formats.qtc_worker import Job
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
 
+OutputMetric = Callable[[int], Tensor]
+"""Slot -> W^T W of the rows of the output weights that each head's values meet, [H, D, D]."""
 GROWTH = 1.5
 MEASURED = 256
 """Tokens of a chunk, evenly spread, on which the error is measured: 4 % of its standard deviation
 is left to chance in one head, and it is asked about all heads of all layers together."""
+ASKED = 64
+"""Queries of a chunk that say which of its tokens matter."""
+MOST_MASS = 8.0
+"""Of a token, in means: a token that gets all the attention is no covariance."""
 MATRICES = 512
 """Heads whose bases are made together: at D = 128 a float64 matrix each is 64 MB, and there are a
 few of them."""
@@ -40,13 +46,15 @@ KEY_SHRINKAGE, VALUE_SHRINKAGE = 0.05, 0.03
 class Coding:
     """What a basis is made to: bits a token, channels that may be coded, most bits of a channel,
     keys then values; the relative positions that its metric is averaged over (none at 0); whether
-    it weighs by queries at all; and the tokens seen before the first one."""
+    it weighs by queries at all; what an error of a value costs (qtc.py); and the tokens seen before
+    the first one."""
 
     budgets: tuple[int, int]
     rows: tuple[int, int]
     max_widths: tuple[int, int]
     horizon_frames: int
     weigh: bool
+    value_metric: str
     first_tokens: int
 
 
@@ -86,6 +94,7 @@ class SlotGuide:
     keys: Basis | None
     values: Basis | None
     asked_at: int = 0
+    slot: int = 0
 
     @classmethod
     def unknown(cls, tokens: int, device: torch.device) -> SlotGuide:
@@ -118,6 +127,7 @@ class LearnedGuide:
             None if lesson is None else lesson.keys[slot],
             None if lesson is None else lesson.values[slot],
             0 if lesson is None else lesson.asked_at,
+            slot,
         )
 
     def select(self, keep: slice | Tensor) -> LearnedGuide:
@@ -140,11 +150,13 @@ class QtcLearner:
         rope: RopeLayout | None,
         statistics: Sequence[SlotStatistics],
         window_tokens: int,
+        output: OutputMetric | None = None,
     ) -> None:
-        """window_tokens: that a history holds at most; 0 without a limit."""
+        """window_tokens: that a history holds at most; 0 without a limit. output: the metric of a
+        slot's value errors, None for their squares."""
         self.coding, self.rope = coding, rope
         self.statistics = tuple(statistics)
-        self.window_tokens = window_tokens
+        self.window_tokens, self.output = window_tokens, output
         self._job: tuple[Lesson | None, Job[tuple[Lesson | None, str | None]]] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -168,15 +180,18 @@ class QtcLearner:
         queries = None
         if q is not None and self.coding.weigh and (self.rope is None or q.shape[1] == k.shape[1]):
             queries = Tokens.of(q, self.rope, positions)
+        mass = None
+        if q is not None and self.coding.value_metric == "attention":
+            mass = attention_mass(q, k)
         before = self.statistics[slot]
-        after = before.with_chunk(keys, values, queries)
+        after = before.with_chunk(keys, values, queries, mass)
         if encoded is None or encoded[0].asked_at == 0:
             return after
-        return self._with_residual(before, after, keys, values, encoded)
+        return self._with_residual(slot, after, keys, values, encoded)
 
     def _with_residual(
         self,
-        before: SlotStatistics,
+        slot: int,
         after: SlotStatistics,
         keys: Tokens,
         values: Tokens,
@@ -189,23 +204,22 @@ class QtcLearner:
             part.last(tokens, step).plain - span.thinned(step)
             for part, span in zip((keys, values), encoded, strict=True)
         )
-        read = self._metric(before)
-        weighted = key_error if read is None else key_error @ read.float()
+        metrics = self._metric(self.statistics[slot]), self._output(slot)
         cost = torch.stack(
-            (
-                (weighted * key_error).sum((1, 2), dtype=torch.float64),
-                value_error.square().sum((1, 2), dtype=torch.float64),
-            )
+            [
+                ((e if read is None else e @ read.float()) * e).sum((1, 2), dtype=torch.float64)
+                for e, read in zip((key_error, value_error), metrics, strict=True)
+            ]
         )
         return after.with_residual(cost, key_error.shape[1], encoded[0].asked_at)
 
     def with_chunk(self, observed: Mapping[int, SlotStatistics]) -> QtcLearner:
         updated = [observed.get(slot, old) for slot, old in enumerate(self.statistics)]
-        return QtcLearner(self.coding, self.rope, updated, self.window_tokens)
+        return QtcLearner(self.coding, self.rope, updated, self.window_tokens, self.output)
 
     def restored(self, statistics: Sequence[SlotStatistics]) -> QtcLearner:
         """The learner with statistics that another one had."""
-        return QtcLearner(self.coding, self.rope, statistics, self.window_tokens)
+        return QtcLearner(self.coding, self.rope, statistics, self.window_tokens, self.output)
 
     def guide(self, lesson: Lesson | None, positions: TokenPositions) -> LearnedGuide:
         queries = tuple(slot.queries for slot in self.statistics)
@@ -258,7 +272,7 @@ class QtcLearner:
         values: list[Basis] = []
         promised: list[tuple[tuple[float, ...], tuple[float, ...]]] = []
         for first in range(0, len(self.statistics), slots):
-            some = self.statistics[first : first + slots]
+            some = range(len(self.statistics))[first : first + slots]
             found = [self._fit(some, role, head_dim) for role in range(2)]
             for slot in range(len(some)):
                 own = slice(slot * heads, (slot + 1) * heads)
@@ -271,23 +285,27 @@ class QtcLearner:
         head_dim = slot.keys.total.shape[1]
         return slot_metric(slot.queries, head_dim, self.rope, self.coding.horizon_frames)
 
-    def _fit(
-        self, slots: Sequence[SlotStatistics], role: int, head_dim: int
-    ) -> tuple[Basis, list[float]]:
+    def _output(self, slot: int) -> Tensor | None:
+        return None if self.output is None else weighed_by(self.output(slot))
+
+    def _fit(self, slots: Sequence[int], role: int, head_dim: int) -> tuple[Basis, list[float]]:
         """The basis of all heads of some slots, behind each other, and what it promises them."""
-        moments = [(slot.keys, slot.values)[role] for slot in slots]
+        known = [self.statistics[slot] for slot in slots]
+        moments = [(own.keys, own.values)[role] for own in known]
         mean = torch.cat([m.mean for m in moments])
         cov = qtc_basis.covariance(
             full(torch.cat([m.scatter / m.count for m in moments]), head_dim),
             mean,
             (KEY_SHRINKAGE, VALUE_SHRINKAGE)[role],
         )
+        metrics = [self._metric(own) for own in known]
+        if role == 1:
+            metrics = [self._output(slot) for slot in slots]
         read = None
-        if role == 0 and any(slot.queries.count for slot in slots):
-            eye = torch.eye(head_dim, dtype=torch.float64, device=mean.device)
-            metrics = [self._metric(slot) for slot in slots]
-            read = torch.cat([eye.expand_as(cov[: len(m.mean)]) if r is None else r
-                              for r, m in zip(metrics, moments, strict=True)])  # fmt: skip
+        if any(metric is not None for metric in metrics):
+            plain = torch.eye(head_dim, dtype=torch.float64, device=mean.device)
+            plain = plain.expand(len(moments[0].mean), -1, -1)
+            read = torch.cat([plain if metric is None else metric for metric in metrics])
         coding = self.coding
         basis, promised = qtc_basis.fit_basis(
             cov, read, mean, coding.budgets[role], coding.rows[role], coding.max_widths[role]
@@ -319,6 +337,21 @@ class QtcLearner:
 
 def _tensors_of(found: tuple[Lesson | None, str | None]) -> list[Tensor]:
     return [] if found[0] is None else found[0].tensors()
+
+
+def attention_mass(q: Tensor, k: Tensor) -> Tensor:
+    """What a chunk's own queries give each of its tokens, float32 [H, N], mean 1 or less.
+
+    q: [H, Nq, D], k: [H, N, D], as attention sees them; some queries, evenly spread.
+    """
+    step = -(-q.shape[1] // ASKED)
+    scores = q[:, ::step].float() @ k.float().transpose(1, 2) * q.shape[2] ** -0.5
+    return (torch.softmax(scores, dim=-1).mean(1) * k.shape[1]).clamp(max=MOST_MASS)
+
+
+def weighed_by(output: Tensor) -> Tensor:
+    """Metric of value errors, float64 [H, D, D], of output weights' W^T W: [H, D, D]."""
+    return metric(output, None, 0)
 
 
 def slot_metric(

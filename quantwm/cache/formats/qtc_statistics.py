@@ -29,10 +29,13 @@ class Moments:
     def empty(cls, device: torch.device) -> Moments:
         return cls(torch.zeros(0, device=device), torch.zeros(0, device=device))
 
-    def with_chunk(self, tokens: Tokens) -> Moments:
-        """A head whose sums overflow keeps what it knew."""
+    def with_chunk(self, tokens: Tokens, mass: Tensor | None = None) -> Moments:
+        """A head whose sums overflow keeps what it knew. mass: float32 [H, N], how much a token's
+        scatter counts, mean 1."""
         count = tokens.given.shape[1]
         mean, weights = tokens.centre()
+        if mass is not None:
+            weights = weights * mass
         total, scatter = count * mean, triangle(tokens.second_moment(mean, weights))
         finite = (torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1)).unsqueeze(-1)
         return Moments(
@@ -87,8 +90,12 @@ class SlotStatistics:
             residual=torch.zeros(0, dtype=torch.float64, device=device),
         )
 
-    def with_chunk(self, k: Tokens, v: Tokens, q: Tokens | None) -> SlotStatistics:
-        seen = replace(self, keys=self.keys.with_chunk(k), values=self.values.with_chunk(v))
+    def with_chunk(
+        self, k: Tokens, v: Tokens, q: Tokens | None, mass: Tensor | None = None
+    ) -> SlotStatistics:
+        """mass: of the values' tokens."""
+        values = self.values.with_chunk(v, mass)
+        seen = replace(self, keys=self.keys.with_chunk(k), values=values)
         return seen if q is None else replace(seen, queries=self.queries.with_chunk(q))
 
     def with_residual(self, cost: Tensor, tokens: int, asked_at: int) -> SlotStatistics:

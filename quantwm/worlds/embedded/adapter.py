@@ -219,6 +219,13 @@ class EmbeddedWorld:
             graphs=graphs,
         )
 
+    def value_metric(self, layer: int, stream: str) -> torch.Tensor:
+        """W^T W of the output weights that each head's values meet, float32 [H, D, D]."""
+        model = self.config.transformer
+        weight = self._transformer.blocks[layer].o.weight.float()
+        heads = weight.unflatten(1, (model.heads, model.head_dim)).transpose(0, 1)
+        return heads.transpose(1, 2) @ heads
+
     def scenes(self) -> Sequence[Scene]:
         return [] if self._scene_folder is None else list_scenes(self._scene_folder)
 
