@@ -27,8 +27,9 @@ PASS = 36.0
 """Map units; a point on the way counts as reached."""
 COAST = 85.0
 """How far momentum carries a walker who lets go: 8.3 units a tic, of which a tenth is lost."""
-LONGEST_BACK = 104
-"""Frames there and back may take, so that their start is in a memory of 128 frames at the end."""
+SHORTEST_BACK, LONGEST_BACK = 72, 104
+"""Frames there and back may take: 64 before the 8 that are compared, and few enough for the start
+to be within a memory of 128 frames at the end."""
 PATIENCE = 48  # frames to reach one point; stuck beyond
 
 Moves = Generator[KeyNames, Pose, Pose]
@@ -44,14 +45,15 @@ class Part:
     """One scripted walk: the frames it may last and where its end returns to.
 
     moves: (map, pose at the end of the context, generator) -> keys. length: frames after the
-    context, None when the moves end by themselves (then rounded up to whole chunks, idle), after
-    `longest` frames at most.
+    context, None when the moves end by themselves (then rounded up to whole chunks, idle) after
+    between `shortest` and `longest` frames.
     """
 
     kind: str
     still: bool
     moves: Callable[[GameMap, Pose, np.random.Generator], Moves]
     length: int | None = None
+    shortest: int = 0
     longest: int = 400
 
 
@@ -149,14 +151,17 @@ def wander(game_map: GameMap, pose: Pose, rng: np.random.Generator) -> Moves:
         pose = yield walker.keys(pose)
 
 
-PARTS = (
-    Part("turn", True, full_turn, 2 * FULL_TURN),
-    Part("back", True, there_and_back, longest=LONGEST_BACK),
-    Part("long", True, long_walk),
-    Part("keys", True, every_key, 12 * CHUNK),
-    Part("still", True, stand, 48),
-    Part("walk", False, wander, 256),
-)
+PARTS = {
+    part.kind: part
+    for part in (
+        Part("turn", True, full_turn, 2 * FULL_TURN),
+        Part("back", True, there_and_back, shortest=SHORTEST_BACK, longest=LONGEST_BACK),
+        Part("long", True, long_walk),
+        Part("keys", True, every_key, 12 * CHUNK),
+        Part("still", True, stand, 48),
+        Part("walk", False, wander, 256),
+    )
+}
 
 
 class _Recording:
@@ -222,6 +227,8 @@ def perform(
             if part.length is None and recording.count - start > part.longest:
                 raise StuckError
     except StopIteration:
+        if recording.count - start < part.shortest:
+            raise StuckError from None
         while (recording.count - start) % CHUNK or recording.count - start < (part.length or 0):
             recording.advance(frozenset())
     return recording.episode(part.kind, {"map_seed": seed, "first_frame": first_frame})

@@ -28,15 +28,12 @@ from training.choreography import (
     CHUNK,
     CONTEXT,
     FULL_TURN,
-    LONGEST_BACK,
+    PARTS,
     Part,
     StuckError,
-    full_turn,
-    long_walk,
     perform,
     scout,
     stand,
-    there_and_back,
 )
 from training.frames import UNSEEN_SEED, open_engine, require_engine
 from training.maps import GameMap, build_map
@@ -108,22 +105,22 @@ def _turn_frames(length: int) -> list[int]:
 SHOWS = {
     "full-turn": Show(
         "A full turn, and a second one that must find the same room",
-        Part("turn", True, full_turn, 2 * FULL_TURN),
+        PARTS["turn"],
         _turn_frames,
     ),
     "there-and-back": Show(
         "Through a door, round, and back to where it began",
-        Part("back", True, there_and_back, longest=LONGEST_BACK),
+        PARTS["back"],
         _ends(8),
     ),
     "long-walk": Show(
         "A long walk through several rooms and all the way back",
-        Part("long", True, long_walk),
+        PARTS["long"],
         _ends(16),
     ),
     "standing-still": Show(
         "Standing still: what moves now should not",
-        Part("still", True, stand, 48),
+        PARTS["still"],
         _ends(24),
     ),
 }

@@ -39,7 +39,7 @@ def record(seeds: Sequence[int], out: Path, first: int) -> None:
         maps = [build_map(seed) for seed in seeds]
         game = open_engine(Path(scratch), maps)
         for number, (seed, game_map) in enumerate(zip(seeds, maps, strict=True), start=1):
-            for part in PARTS:
+            for part in PARTS.values():
                 target = out / str(seed) / part.kind
                 wanted = part.kind != "long" or (seed - first) % LONG_EVERY == 0
                 if not wanted or (target / "episode.json").exists():
@@ -90,7 +90,7 @@ def _start(seeds: Sequence[int], first: int, out: Path) -> subprocess.Popen[byte
 
 def missing(seeds: Sequence[int], out: Path) -> list[int]:
     """Maps without a walk: the last part, so the map's process did not come to its end."""
-    last = PARTS[-1].kind
+    last = list(PARTS)[-1]
     return [seed for seed in seeds if not (out / str(seed) / last / "episode.json").exists()]
 
 
@@ -111,9 +111,7 @@ def main() -> None:
         raise SystemExit("--maps and --processes are 1 or more")
     began = time.monotonic()
     record_all(range(args.first, args.first + args.maps), args.out, args.processes)
-    episodes = {
-        part.kind: len(list(args.out.glob(f"*/{part.kind}/episode.json"))) for part in PARTS
-    }
+    episodes = {kind: len(list(args.out.glob(f"*/{kind}/episode.json"))) for kind in PARTS}
     seconds = round(time.monotonic() - began, 1)
     print(json.dumps({"maps": args.maps, "episodes": episodes, "seconds": seconds}))
 
