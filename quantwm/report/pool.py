@@ -79,6 +79,16 @@ def run_tasks(
     return [results[i] for i in range(len(tasks))]
 
 
+def reasons(results: Sequence[T | Failure | None]) -> list[str]:
+    """What the failed tasks said, each once."""
+    return sorted({found.reason for found in results if isinstance(found, Failure)})
+
+
+def whole(results: Sequence[T | Failure | None]) -> list[T | None]:
+    """The results with None where a task failed or did not begin."""
+    return [None if isinstance(found, Failure) else found for found in results]
+
+
 def _in_time(task: Task[T], world: World, deadline: float) -> T | Failure | None:
     if time.time() >= deadline:
         return None

@@ -16,7 +16,7 @@ from quantwm.report import numbers, plan, revisit
 from quantwm.report.attention import LayerErrors, study_attention
 from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
-from quantwm.report.pool import Failure, Task, WorldSource, run_tasks, task_of
+from quantwm.report.pool import Task, WorldSource, reasons, run_tasks, task_of, whole
 from quantwm.report.scale import SCRIPTS, Scale
 from quantwm.report.variants import ABLATION, ALL, LANES, METHODS, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
@@ -66,10 +66,9 @@ def make_results(
     tasks: list[Task[Any]] = [task_of(study_attention, job, studied) for job in recordings]
     tasks += [task_of(run_job, job) for job in rollouts]
     done = run_tasks(tasks, world, source, order.processes, began + order.seconds, report)
-    failures = sorted({found.reason for found in done if isinstance(found, Failure)})
-    whole = [None if isinstance(found, Failure) else found for found in done]
-    errors = [found for found in whole[: len(recordings)] if found is not None]
-    results = [found for found in whole[len(recordings) :] if found is not None]
+    failures, found = reasons(done), whole(done)
+    errors = [one for one in found[: len(recordings)] if one is not None]
+    results = [one for one in found[len(recordings) :] if one is not None]
     results.sort(key=lambda r: _place(rollouts, r.job))
     document = {
         "report": _about(world, order, results, len(rollouts), began),
