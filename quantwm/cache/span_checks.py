@@ -231,7 +231,10 @@ def _qtc(span: QtcSpan, place: Place) -> list[Wanted]:
     heads, tokens, dim = place.size
     chunks = len(span.chunk_tokens)
     if span.basis is None:
-        wanted, widths = [], qtc_coder.plain_widths(dim)
+        bits = 8 * span.codes.shape[-1] // dim if span.codes.dim() else 0
+        if not 1 <= bits <= MAX_WIDTH:
+            raise ValueError(f"codes of {bits} bits without a basis")
+        wanted, widths = [], qtc_coder.plain_widths(dim, bits)
     else:
         wanted, widths = basis_tensors(span.basis, place), span.basis.host_widths[0]
     if span.rope not in (None, place.spec.rope) or (span.rope is None) != (span.positions is None):
