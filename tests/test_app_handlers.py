@@ -146,11 +146,14 @@ def test_unseen_blocks_hold_the_loop_back(handlers, backend) -> None:
     got: list[str] = []
     reader = threading.Thread(target=lambda: got.extend(turn))
     reader.start()
-    time.sleep(0.7)
-    assert len(backend.engines[-1].actions) == limits.BLOCKS_IN_FLIGHT
-    page.send(ack=2)
-    time.sleep(0.3)
-    assert len(backend.engines[-1].actions) == 2 * limits.BLOCKS_IN_FLIGHT
+    for ack, blocks in ((0, limits.BLOCKS_IN_FLIGHT), (2, 2 * limits.BLOCKS_IN_FLIGHT)):
+        page.send(ack=ack)
+        deadline = time.monotonic() + 10
+        while not (backend.engines and len(backend.engines[-1].actions) >= blocks):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert len(backend.engines[-1].actions) == blocks
     page.send(stop=True)
     reader.join(5)
     assert not reader.is_alive()
