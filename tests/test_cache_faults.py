@@ -119,6 +119,7 @@ def test_a_prefill_that_fails_leaves_nothing_behind(name: str, tmp_path: Path) -
     base = _filled(name, POLICIES["open"], 2)
     before = _bytes(base, tmp_path)
     q, k, v = qkv(9, 6, base.spec)
+    base.fork().prefill(4, 2, [LayerWrite(0, k, v, q)])  # makes tables that later runs find
     with FailAt() as counted:
         base.fork().prefill(4, 2, [LayerWrite(0, k, v, q)])
     for at in range(0, counted.seen, max(counted.seen // 20, 1)):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quantwm.cache import explain, make_format, reference
-from quantwm.cache.formats import Codebook, QueryGuide
+from quantwm.cache.formats import Codebook, QueryGuide, qvg_pro, torch_decode
 from quantwm.cache.formats.base import Format
 from quantwm.cache.formats.qvg_pro import QvgProSpan, _residual
 from quantwm.cache.pack import pack, unpack
@@ -99,6 +99,21 @@ def test_chunks_are_never_grouped_together() -> None:
     out = torch.empty(HEADS, 22, DIM)
     fmt.decode_into(span, out, 0, 0, 22)
     assert torch.equal(out, torch.cat(outs, dim=1))
+
+
+@pytest.mark.parametrize("name", ["rtn", "kivi", "qvg-pro"])
+@pytest.mark.parametrize("role", ["keys", "values"])
+def test_heads_encoded_in_turns_are_the_same(
+    name: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = make_format(name, group_size=8)
+    whole = _round_trip(fmt, _data(13), role)
+    for module in (torch_decode, qvg_pro):
+        monkeypatch.setattr(module, "ENCODE_ELEMENTS", 13 * DIM)
+    turns = _round_trip(fmt, _data(13), role)
+    assert torch.equal(whole[1], turns[1])
+    for a, b in zip(_all(fmt, whole[0]), _all(fmt, turns[0]), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", ["rtn", "kivi", "qvg-pro"])

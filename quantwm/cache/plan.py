@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from quantwm.cache.codebook_life import CodebookLife, Lasting, outliving
@@ -13,163 +13,9 @@ from quantwm.cache.ledger import PARTS
 from quantwm.cache.plan_scratch import scratch_bytes
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import moment_bytes
-from quantwm.errors import UserError
+from quantwm.cache.workload import Workload, companion_loads
 
 ROLES: tuple[Role, Role] = ("keys", "values")
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What a cache is to hold.
-
-    Attributes:
-        layers, heads, head_dim: of the attention.
-        tokens: of history, those that policy keeps in BF16 included.
-        span_tokens: that share one codebook.
-        chunk_tokens: of one chunk; None takes a span for one chunk, as at full size.
-        sink_tokens, recent_tokens: of the history, kept in BF16.
-        current_tokens: of the chunk being denoised: scratch, and its pending packed form.
-        scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
-        windowed: whether a window slides over the history; it may then cut one span more.
-        companions: BF16 streams of another geometry, cached beside these frame by frame.
-    """
-
-    layers: int
-    heads: int
-    head_dim: int
-    tokens: int
-    span_tokens: int
-    chunk_tokens: int | None = None
-    sink_tokens: int = 0
-    recent_tokens: int = 0
-    current_tokens: int = 0
-    scratch_itemsize: int = 2
-    windowed: bool = False
-    companions: tuple[Workload, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "heads", "head_dim", "span_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise UserError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        for name in ("tokens", "sink_tokens", "recent_tokens", "current_tokens"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name} must be 0 or more, got {getattr(self, name)}")
-
-    @classmethod
-    def of_policy(
-        cls, spec: CacheSpec, policy: CachePolicy, tokens: int | None = None, itemsize: int = 2
-    ) -> Workload:
-        """What a KVCache holds when its window is full, between two chunks.
-
-        tokens: of history; without it the window's or, with no window either, one codebook span
-        beside what policy keeps in BF16.
-        """
-        chunk, sink = spec.tokens_per_chunk, policy.sink_frames * spec.tokens_per_frame
-        sink = 0 if policy.compress_sink else sink
-        recent = policy.recent_chunks * chunk
-        if tokens is None and policy.window_frames is None:
-            tokens = sink + recent + max(policy.span_tokens, chunk)
-        elif tokens is None:
-            tokens = max(policy.window_frames * spec.tokens_per_frame - chunk, 0)
-        return cls(
-            layers=spec.layers * len(spec.streams),
-            heads=spec.heads,
-            head_dim=spec.head_dim,
-            tokens=tokens,
-            span_tokens=policy.span_tokens,
-            chunk_tokens=chunk,
-            sink_tokens=sink,
-            recent_tokens=recent,
-            current_tokens=chunk,
-            scratch_itemsize=itemsize,
-            windowed=policy.window_frames is not None,
-            companions=companion_loads(
-                spec,
-                frames=tokens // spec.tokens_per_frame,
-                sink_frames=policy.sink_frames,
-                recent_frames=policy.recent_chunks * spec.frames_per_chunk,
-                current_frames=spec.frames_per_chunk,
-                itemsize=itemsize,
-                windowed=policy.window_frames is not None,
-            ),
-        )
-
-    def shortened(self, tokens: int) -> Workload:
-        """With a history of at most this many tokens, companions cut at the same frame."""
-        kept = min(self.tokens, tokens)
-        cut = (replace(c, tokens=c.tokens * kept // max(self.tokens, 1)) for c in self.companions)
-        return replace(self, tokens=kept, companions=tuple(cut))
-
-    @property
-    def bf16_bytes_per_token(self) -> int:
-        return self.layers * self.heads * self.head_dim * 2 * 2
-
-    @property
-    def compressed_tokens(self) -> int:
-        return max(self.tokens - self.sink_tokens - self.recent_tokens, 0)
-
-    @property
-    def waiting_chunks(self) -> int:
-        """Recent chunks, which wait with their guides to be encoded."""
-        return -(-self.recent_tokens // (self.chunk_tokens or self.span_tokens))
-
-    def _chunks(self) -> tuple[int, int]:
-        """Compressed chunks, and chunks of a full span."""
-        chunk = self.chunk_tokens or self.span_tokens
-        return -(-self.compressed_tokens // chunk), max(self.span_tokens // chunk, 1)
-
-    def waiting_spans(self) -> int:
-        """Spans that only recent chunks belong to so far."""
-        done, of_span = self._chunks()
-        return -(-(done + self.waiting_chunks) // of_span) - -(-done // of_span)
-
-    def known_spans(self) -> int:
-        """Spans of the recent chunks, or the open one."""
-        done, of_span = self._chunks()
-        if not self.waiting_chunks:
-            return min(done, 1)
-        return -(-(done + self.waiting_chunks) // of_span) - done // of_span
-
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(tokens, chunks, how many) of the codebook spans: the full ones, then the open one.
-
-        A span holds whole chunks. Counted, not listed: a history may have 2**40 spans.
-        """
-        chunk = self.chunk_tokens or self.span_tokens
-        full = max(self.span_tokens // chunk, 1) * chunk
-        count, rest = divmod(self.compressed_tokens, full)
-        spans = [(full, full // chunk, count)] if count else []
-        return [*spans, (rest, -(-rest // chunk), 1)] if rest else spans
-
-
-def companion_loads(
-    spec: CacheSpec,
-    frames: int,
-    sink_frames: int = 0,
-    recent_frames: int = 0,
-    current_frames: int = 0,
-    itemsize: int = 2,
-    windowed: bool = False,
-) -> tuple[Workload, ...]:
-    """What the companion streams of a geometry hold beside `frames` latent frames of history."""
-    return tuple(
-        Workload(
-            layers=stream.layers * len(stream.streams),
-            heads=stream.heads,
-            head_dim=stream.head_dim,
-            tokens=frames * stream.tokens_per_frame,
-            span_tokens=max(frames, 1) * stream.tokens_per_frame,
-            chunk_tokens=stream.tokens_per_chunk,
-            sink_tokens=sink_frames * stream.tokens_per_frame,
-            recent_tokens=recent_frames * stream.tokens_per_frame,
-            current_tokens=current_frames * stream.tokens_per_frame,
-            scratch_itemsize=itemsize,
-            windowed=windowed,
-        )
-        for _, stream in spec.companions
-    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +32,11 @@ class MethodPlan:
             as its limit allows; with what an open history reserves to grow.
         pending_bytes: while a chunk is committed: its packed form and query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
-        peak_bytes: all three.
+        transient_bytes: of one layer's clean pass, until its share of the chunk is packed: the
+            attention's output, and queries in FP32 where their moment is wanted. What kernels take
+            beside is small and not in it.
+        peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
+            when the clean passes are done, but what they packed is held by then.
     """
 
     method: str
@@ -198,6 +48,7 @@ class MethodPlan:
     bytes_bf16: int
     scratch_bytes: int
     pending_bytes: int
+    transient_bytes: int
     peak_bytes: int
 
     def as_json(self) -> dict[str, Any]:
@@ -236,12 +87,13 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         learned = fmt.learned_bytes(load.heads, load.head_dim, load.waiting_chunks)
         held["statistics"] = load.layers * learned
     whole = load.tokens * bf16
-    pending, scratch = _pending_bytes(fmt, load, spans), _scratch_bytes(load)
+    packing, rebuilding = _packing_bytes(fmt, load), _rebuilding_bytes(fmt, load, spans)
+    scratch, transient = _scratch_bytes(load), _transient_bytes(fmt, load)
     for stream in load.companions:
         beside = plan_method("bf16", make_format("bf16"), stream)
         _add(held, beside.bytes)
         whole += beside.bytes_bf16
-        pending += beside.pending_bytes
+        packing += beside.pending_bytes
         scratch = max(scratch, beside.scratch_bytes)
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
@@ -254,8 +106,9 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         bytes_packed=packed,
         bytes_bf16=whole,
         scratch_bytes=scratch,
-        pending_bytes=pending,
-        peak_bytes=total + scratch + pending,
+        pending_bytes=packing + rebuilding,
+        transient_bytes=transient,
+        peak_bytes=total + scratch + packing + max(rebuilding, transient),
     )
 
 
@@ -313,7 +166,8 @@ def _add(into: dict[str, int], parts: Mapping[str, int]) -> None:
         into[part] = into.get(part, 0) + count
 
 
-def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, int, int]]) -> int:
+def _packing_bytes(fmt: Format[Any], load: Workload) -> int:
+    """What a chunk's clean passes have made when the last one is done."""
     if not load.current_tokens:
         return 0
     pending = sum(_span_parts(fmt, load, load.current_tokens, 1).values())
@@ -321,12 +175,30 @@ def _pending_bytes(fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, 
         pending += load.layers * load.heads * load.head_dim**2 * 4
     if isinstance(fmt, Learns):
         pending += load.layers * fmt.learned_bytes(load.heads, load.head_dim, 0)
-    if spans and spans[0][1] > 1:
-        open_span = _span_parts(fmt, load, *spans[-1][:2])
-        pending += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))
-    if spans and load.windowed:
-        pending += sum(_span_parts(fmt, load, *spans[0][:2]).values())
     return pending
+
+
+def _rebuilding_bytes(
+    fmt: Format[Any], load: Workload, spans: Sequence[tuple[int, int, int]]
+) -> int:
+    """What a commit makes anew: the open span with the chunk in it, the oldest one when a window
+    begins inside it. (Spans of one chunk are dropped whole where chunks divide the window.)"""
+    if not load.current_tokens or not spans:
+        return 0
+    rebuilt = 0
+    if spans[0][1] > 1:
+        open_span = _span_parts(fmt, load, *spans[-1][:2])
+        rebuilt += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))
+    chunk = load.chunk_tokens or load.span_tokens
+    if load.windowed and (spans[0][1] > 1 or load.compressed_tokens % chunk):
+        rebuilt += sum(_span_parts(fmt, load, *spans[0][:2]).values())
+    return rebuilt
+
+
+def _transient_bytes(fmt: Format[Any], load: Workload) -> int:
+    numbers = load.heads * load.current_tokens * load.head_dim
+    queries = 4 if fmt.uses_queries or isinstance(fmt, Learns) else 0
+    return numbers * (load.scratch_itemsize + queries)
 
 
 class LaneLike(Protocol):
@@ -359,10 +231,12 @@ class Plan:
     def peak_bytes(self) -> int:
         """Every lane's cache, and the largest scratch and pending write among them."""
         found = self.methods
+        held = (m.bytes_total + m.scratch_bytes for m in found)
+        passing = (m.peak_bytes - beside for m, beside in zip(found, held, strict=True))
         return (
             sum(m.bytes_total for m in found)
             + max((m.scratch_bytes for m in found), default=0)
-            + max((m.pending_bytes for m in found), default=0)
+            + max(passing, default=0)
         )
 
     def with_tokens(self, tokens: int) -> Plan:
@@ -396,3 +270,15 @@ def plan_lanes(spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2) ->
             for lane in lanes
         )
     )
+
+
+__all__ = [
+    "LaneLike",
+    "MethodPlan",
+    "Plan",
+    "Workload",
+    "companion_loads",
+    "plan",
+    "plan_lanes",
+    "plan_method",
+]

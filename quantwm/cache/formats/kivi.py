@@ -31,7 +31,7 @@ from quantwm.cache.formats.rtn import (
     join_tokens,
     token_bytes,
 )
-from quantwm.cache.formats.torch_decode import blocks, codes_of, moved, say_path
+from quantwm.cache.formats.torch_decode import blocks, codes_of, in_head_groups, moved, say_path
 from quantwm.cache.pack import pack
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
@@ -103,25 +103,25 @@ class KiviFormat:
         say_path(self.name, x)
         if role == "values":
             return encode_tokens(x, self.config.bits, self.config.group_size)
-        return self._encode_keys(x.float())
-
-    def _encode_keys(self, x: Tensor) -> ChannelGroups:
-        """x: float32 [H, N, D]."""
         size, tokens = self.config.group_size, x.shape[1]
+        stops = torch.arange(1, -(-tokens // size) + 1, dtype=torch.int32, device=x.device) * size
+        rest = (tokens % size,) if tokens % size else ()
+        return ChannelGroups(
+            *in_head_groups(self._encode_keys, x),
+            stops.clamp_(max=tokens),
+            (size,) * (tokens // size) + rest,
+        )
+
+    def _encode_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes, scales and zeros of some heads. x: [H, N, D]."""
+        size, tokens, bits = self.config.group_size, x.shape[1], self.config.bits
         whole = tokens // size * size
         groups = [x[:, :whole].unflatten(1, (-1, size))] if whole else []
         groups += [x[:, whole:].unsqueeze(1)] if whole < tokens else []
-        found = [quantize_real_zero(part, 2, 2**self.config.bits) for part in groups]
+        found = [quantize_real_zero(part.float(), 2, 2**bits) for part in groups]
         codes = torch.cat([codes.flatten(1, 2) for codes, _, _ in found], dim=1)
-        stops = torch.arange(1, -(-tokens // size) + 1, dtype=torch.int32, device=x.device) * size
-        rest = (tokens - whole,) if whole < tokens else ()
-        return ChannelGroups(
-            pack(codes, self.config.bits),
-            torch.cat([scales for _, scales, _ in found], dim=1),
-            torch.cat([zeros for _, _, zeros in found], dim=1),
-            stops.clamp_(max=tokens),
-            (size,) * (whole // size) + rest,
-        )
+        scales, zeros = (torch.cat([part[i] for part in found], dim=1) for i in (1, 2))
+        return pack(codes, bits), scales, zeros
 
     def join(self, first: KiviSpan, second: KiviSpan) -> KiviSpan:
         return self.join_all([first], [second])[0]

@@ -25,7 +25,14 @@ from quantwm.cache.formats.base import (
 )
 from quantwm.cache.formats.qvg import require_codebook
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
-from quantwm.cache.formats.torch_decode import blocks, codes_of, moved, rows_of, say_path
+from quantwm.cache.formats.torch_decode import (
+    ENCODE_ELEMENTS,
+    blocks,
+    codes_of,
+    moved,
+    rows_of,
+    say_path,
+)
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
 
@@ -202,4 +209,9 @@ class QvgProFormat:
 
 def _residual(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
     """What a stage leaves to the next one, in BF16 as QVG's public code keeps it."""
-    return (x.float() - rows_of(centroids.float(), ids)).to(torch.bfloat16)
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+    together = max(ENCODE_ELEMENTS // x[0].numel(), 1)
+    pieces = (t.split(together) for t in (out, x, ids, centroids))
+    for left, some, own, means in zip(*pieces, strict=True):
+        left.copy_(some.float() - rows_of(means.float(), own))
+    return out

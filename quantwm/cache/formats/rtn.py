@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from quantwm.cache.affine import quantize_real_zero
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
-from quantwm.cache.formats.torch_decode import blocks, codes_of, moved, say_path
+from quantwm.cache.formats.torch_decode import blocks, codes_of, in_head_groups, moved, say_path
 from quantwm.cache.pack import pack
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
@@ -66,9 +66,13 @@ class TokenGroups:
 
 def encode_tokens(x: Tensor, bits: int, group_size: int) -> TokenGroups:
     """x: [H, N, D]."""
-    groups = x.float().unflatten(-1, (-1, group_size))
-    codes, scales, zeros = quantize_real_zero(groups, -1, 2**bits)
-    return TokenGroups(pack(codes.flatten(-2), bits), scales, zeros)
+
+    def some_heads(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        groups = part.float().unflatten(-1, (-1, group_size))
+        codes, scales, zeros = quantize_real_zero(groups, -1, 2**bits)
+        return pack(codes.flatten(-2), bits), scales, zeros
+
+    return TokenGroups(*in_head_groups(some_heads, x))
 
 
 def decode_tokens(
