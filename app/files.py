@@ -152,27 +152,43 @@ def _uploaded_file(path: object, uploads: Path) -> Path:
 
 
 def _read_picture(file: Path) -> np.ndarray:
-    import imageio.v3 as iio
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     data = file.read_bytes()
     try:
         # Of Pillow's many formats three: EPS would start Ghostscript on a stranger's program.
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as header:
-            width, height = header.size
-        if width * height > limits.MAX_PICTURE_PIXELS:
-            raise UserError(
-                f"the picture has {width} x {height} pixels; at most "
-                f"{limits.MAX_PICTURE_PIXELS // 10**6} megapixels can be used"
-            )
-        picture = iio.imread(data, plugin="pillow", index=0, mode="RGB")
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+            _check_shape(*image.size)
+            upright = ImageOps.exif_transpose(image)
+            if upright.has_transparency_data:
+                # What is see-through is shown on white, not with the colour that hides behind it.
+                upright = upright.convert("RGBA")
+                white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
+                upright = Image.alpha_composite(white, upright)
+            picture = np.asarray(upright.convert("RGB"))
     except UserError:
         raise
     except Image.DecompressionBombError as error:
         raise UserError("the picture has far too many pixels; choose a smaller one") from error
     except (OSError, ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
         raise UserError("the picture could not be read; use PNG, JPEG, WebP or a video") from error
-    return reduce_picture(np.ascontiguousarray(picture[..., :3], dtype=np.uint8))
+    return reduce_picture(np.ascontiguousarray(picture, dtype=np.uint8))
+
+
+def _check_shape(width: int, height: int) -> None:
+    """From the header, before anything is decoded."""
+    if width * height > limits.MAX_PICTURE_PIXELS:
+        raise UserError(
+            f"the picture has {width} x {height} pixels; at most "
+            f"{limits.MAX_PICTURE_PIXELS // 10**6} megapixels can be used"
+        )
+    short, long = sorted((width, height))
+    if short < limits.MIN_PICTURE_SIDE or long > limits.MAX_PICTURE_ASPECT * short:
+        raise UserError(
+            f"the picture has {width} x {height} pixels; a start needs at least "
+            f"{limits.MIN_PICTURE_SIDE} a side and a long side of at most "
+            f"{limits.MAX_PICTURE_ASPECT} times the short one"
+        )
 
 
 def reduce_picture(picture: np.ndarray) -> np.ndarray:

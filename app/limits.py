@@ -80,6 +80,12 @@ MAX_UPLOAD_BYTES = 16 * 2**20
 MAX_PICTURE_PIXELS = 24_000_000
 """Checked from the header before decoding: a 24-megapixel photo is 72 MB as RGB."""
 
+MIN_PICTURE_SIDE = 8
+"""Below, there is nothing to see."""
+
+MAX_PICTURE_ASPECT = 8
+"""A longer strip would be cut to a small part of itself: worlds are about twice as wide as high."""
+
 MAX_PICTURE_SIDE = 1024
 """Pictures are reduced to this before a world sees them; every world works below it."""
 

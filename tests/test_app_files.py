@@ -35,6 +35,39 @@ def test_pictures_are_read(uploads: Path, name: str) -> None:
     assert pixels.dtype == np.uint8
 
 
+def test_see_through_parts_are_shown_on_white(uploads: Path) -> None:
+    picture = np.zeros((20, 30, 4), np.uint8)
+    picture[:, :10, 3] = 255  # black and solid; the rest is see-through red
+    picture[:, 10:, 0] = 200
+    picture[:, 20:, 3] = 128
+    iio.imwrite(uploads / "alpha.png", picture)
+    read = read_upload(str(uploads / "alpha.png"), uploads, 1)
+    assert read[0, 0].tolist() == [0, 0, 0] and read[0, 15].tolist() == [255, 255, 255]
+    assert np.allclose(read[0, 25], [227, 127, 127], atol=2)
+
+
+def test_a_photo_is_turned_upright(uploads: Path) -> None:
+    from PIL import Image
+
+    picture = np.zeros((20, 40, 3), np.uint8)
+    picture[:, :20] = 250
+    image = Image.fromarray(picture)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held on its side
+    image.save(uploads / "photo.jpg", quality=95, exif=exif)
+    read = read_upload(str(uploads / "photo.jpg"), uploads, 1)
+    assert read.shape == (40, 20, 3)
+    assert read[:15].mean() > 200 and read[25:].mean() < 50
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (8, 2000), (3000, 9), (1, 1)])
+def test_absurd_shapes_get_a_line(uploads: Path, shape: tuple[int, int]) -> None:
+    iio.imwrite(uploads / "strip.png", np.zeros((*shape, 3), np.uint8))
+    with pytest.raises(UserError, match="at least 8 a side and a long side of at most 8") as caught:
+        read_upload(str(uploads / "strip.png"), uploads, 1)
+    assert "\n" not in str(caught.value)
+
+
 def test_grey_palette_and_alpha_become_rgb(uploads: Path) -> None:
     iio.imwrite(uploads / "grey.png", np.full((8, 8), 7, np.uint8))
     iio.imwrite(uploads / "alpha.png", np.full((8, 8, 4), 7, np.uint8))
