@@ -36,7 +36,8 @@ class VideoFacts:
 
     Attributes:
         size: (width, height) upright, after the rotation that the file asks for.
-        rate: frames a second, of the timestamps' median step; None for a single frame.
+        rate: frames a second, of the timestamps' mean step (the median where they vary); None for
+            a single frame.
         frames: packets of the video stream. variable_rate: steps between frames differ.
         pixel_format, codec: FFmpeg's names. rotation: degrees counter-clockwise, 0, 90, 180, 270.
     """
@@ -78,6 +79,9 @@ def probe_video(path: Path) -> VideoFacts:
         base = float(stream.time_base or 1)
     steps = np.diff(np.sort(np.asarray(times, dtype=np.float64))) * base
     step = float(np.median(steps)) if len(steps) else 0.0
+    uneven = step > 0 and bool((np.abs(steps - step) > UNEVEN * step).any())
+    if not uneven and len(steps):
+        step = float(steps.mean())  # a container that counts milliseconds rounds single steps
     with _opened(path) as (container, stream):
         frame = next(_decoded(path, container, stream), None)
         if frame is None:
@@ -89,7 +93,7 @@ def probe_video(path: Path) -> VideoFacts:
             size=size,
             rate=1 / step if step > 0 else None,
             frames=len(times),
-            variable_rate=step > 0 and bool((np.abs(steps - step) > UNEVEN * step).any()),
+            variable_rate=uneven,
             pixel_format=str(stream.codec_context.pix_fmt),
             codec=str(stream.codec_context.name),
             rotation=turned * 90,

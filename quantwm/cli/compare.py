@@ -95,7 +95,7 @@ def _table(results: list[dict[str, Any]]) -> str:
             [
                 str(result["name"]),
                 str(result["frames"]),
-                "identical" if result["identical"] else number(result["psnr_pooled"], 2, " dB"),
+                _psnr(result["psnr_pooled"]),
                 number(result["ssim"], 4),
                 number(result["temporal_difference"]),
                 number(result["temporal_difference_reference"]),
@@ -114,12 +114,16 @@ def _table(results: list[dict[str, Any]]) -> str:
                 [
                     str(result["name"]),
                     window["label"],
-                    number(window["psnr_pooled"], 2, " dB") + word,
+                    _psnr(window["psnr_pooled"]) + word,
                     number(window["ssim"], 4),
                     number(window["temporal_excess"]),
                 ]
             )
     return f"{table(rows)}\n\n{table(windows)}"
+
+
+def _psnr(value: float | None) -> str:
+    return "identical" if value is None else number(value, 2, " dB")
 
 
 def _scenes_table(found: dict[str, Any]) -> str:
