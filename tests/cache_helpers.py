@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -91,3 +92,30 @@ def same_bytes(first: KVCache, second: KVCache) -> bool:
         a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def live_bytes(cache: KVCache) -> int:
+    """Bytes of every tensor reachable from the cache; scratch and k-means' generator aside.
+
+    What a worker is making beside the stream belongs to the cache once it is taken.
+    """
+    pending: list[object] = [cache]
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    skipped = {id(cache.workspace), id(cache._generator), id(cache.fmt)}
+    if cache._open is not None:
+        skipped.add(id(cache._open.generator_state))
+    while pending:
+        found = pending.pop()
+        if id(found) in seen or id(found) in skipped or isinstance(found, Future):
+            continue
+        seen.add(id(found))
+        if isinstance(found, Tensor):
+            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        elif isinstance(found, dict):
+            pending.extend(found.values())
+        elif isinstance(found, (list, tuple, set)):
+            pending.extend(found)
+        elif hasattr(found, "__dict__") and not isinstance(found, type):
+            pending.extend(vars(found).values())
+    return sum(storages.values())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import gc
+from dataclasses import replace
 
 import pytest
-import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quantwm.cache import CachePolicy, KVCache
+from quantwm.cache import CachePolicy
 from quantwm.cache.formats import FORMATS
-from tests.cache_helpers import SPEC, make_cache, qkv, run_chunk
+from tests.cache_helpers import LASTING, SPEC, live_bytes, make_cache, qkv, run_chunk
 
 POLICIES = {
     "all packed": CachePolicy(span_tokens=12),
@@ -19,29 +20,6 @@ POLICIES = {
 }
 
 
-def _live_bytes(cache: KVCache) -> int:
-    """Bytes of every tensor reachable from the cache, scratch and generator aside."""
-    gc.collect()
-    pending: list[object] = [cache]
-    seen: set[int] = set()
-    storages: dict[int, int] = {}
-    skipped = {id(cache.workspace), id(cache._generator), id(cache.fmt)}
-    while pending:
-        found = pending.pop()
-        if id(found) in seen or id(found) in skipped:
-            continue
-        seen.add(id(found))
-        if isinstance(found, torch.Tensor):
-            storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
-        elif isinstance(found, dict):
-            pending.extend(found.values())
-        elif isinstance(found, (list, tuple, set)):
-            pending.extend(found)
-        elif hasattr(found, "__dict__") and not isinstance(found, type):
-            pending.extend(vars(found).values())
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_total_is_the_live_storage(name: str, policy: str) -> None:
@@ -49,7 +27,7 @@ def test_total_is_the_live_storage(name: str, policy: str) -> None:
     for _ in range(6):
         run_chunk(cache)
         ledger = cache.ledger()
-        assert ledger.total == sum(ledger.parts.values()) == _live_bytes(cache)
+        assert ledger.total == sum(ledger.parts.values()) == live_bytes(cache)
         assert ledger.pending_bytes == 0
 
 
@@ -64,8 +42,7 @@ def test_pending_bytes_are_the_open_chunk_s(name: str, policy: str) -> None:
     cache.attend(0, *qkv(0, 6), clean=True)
     ledger = cache.ledger()
     assert ledger.total == held
-    state = cache._open.generator_state.untyped_storage().nbytes()
-    assert ledger.total + ledger.pending_bytes == _live_bytes(cache) - state
+    assert ledger.total + ledger.pending_bytes == live_bytes(cache)
     cache.abort_chunk()
     assert cache.ledger().pending_bytes == 0
 
@@ -115,3 +92,44 @@ def test_an_evicted_span_s_codebook_is_still_counted() -> None:
     books = cache.ledger().parts["codebooks"]
     cache.evict(2)
     assert cache.tokens == 0 and cache.ledger().parts == {"codebooks": books}
+
+
+@given(
+    bits=st.sampled_from([0.0, 60.0, 150.0, 400.0]),
+    centroid_bits=st.sampled_from([8, 16]),
+    compact=st.booleans(),
+    span=st.sampled_from([6, 12, 20]),
+    policy=st.builds(
+        lambda sink, recent, room: CachePolicy(
+            sink_frames=sink,
+            recent_chunks=recent,
+            window_frames=None if room is None else sink + room,
+        ),
+        sink=st.integers(0, 3),
+        recent=st.integers(0, 1),
+        room=st.none() | st.integers(2, 9),
+    ),
+    salts=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+)
+def test_codebooks_that_spans_share_are_counted_once(
+    bits: float, centroid_bits: int, compact: bool, span: int, policy: CachePolicy, salts: list[int]
+) -> None:
+    """Held and nominal bytes, chunk after chunk, while codebooks are fitted again and evicted."""
+    changed = {"book_bits": bits, "centroid_bits": centroid_bits, "compact_statistics": compact}
+    policy = replace(policy, span_tokens=span)
+    cache = make_cache("quantwm", policy, settings={**LASTING, **changed})
+    for salt in salts:
+        run_chunk(cache, salt=salt)
+        ledger = cache.ledger()
+        assert ledger.total == live_bytes(cache)
+        spans = [t for s in cache._segments if s.encoded for t in (*s.keys, *s.values)]
+        shared = {t.data_ptr(): t.nbytes for s in spans for t in cache.fmt.shared(s)}
+        rows = sum(s.correction.dense_bytes() for s in spans if s.correction is not None)
+        own = sum(
+            t.nbytes
+            for s in spans
+            for part, tensors in cache.fmt.parts(s).items()
+            if part not in ("codebooks", "bases", "coefficients")
+            for t in tensors
+        )
+        assert ledger.nominal_bytes == own + rows + sum(shared.values())
