@@ -84,6 +84,8 @@ def how_line(about: Mapping[str, Any]) -> str:
         f"experiment: {counts}. Policy of every lane: {policy}. Intervals are 95% percentile "
         "bootstraps over scenes (2,000 draws, seed 0)."
     )
+    if about["scale"] != "full":
+        text += " This is the reduced form of the report: so few scenes decide little."
     if about["rollouts_skipped"]:
         text += f" Left out, for want of time or failed: {about['rollouts_skipped']} rollouts."
     if about.get("failures"):

@@ -32,7 +32,8 @@ class Variant:
     @property
     def known(self) -> bool:
         """Whether this version has the format and the settings."""
-        return self.method in FORMATS and all(takes(self.method, name) for name in self.settings)
+        wanted = (name for name in self.settings if name != "preset")
+        return self.method in FORMATS and all(takes(self.method, name) for name in wanted)
 
     def lane(self, spec: WorldSpec) -> LaneConfig:
         settings = {**spec.format_settings.get(self.method, {}), **self.settings}
