@@ -196,6 +196,7 @@ def _format_statistics(
             chunk=world.spec.cache.tokens_per_chunk,
             span=world.spec.policy.span_tokens,
             settings=world.spec.format_settings,
+            device=world.device,
             report=report,
         )
     }
