@@ -167,6 +167,36 @@ def test_memory_prefill_equals_joint_attention() -> None:
     assert driver.cache.frames == 2
 
 
+def test_a_memory_that_grows_equals_joint_attention_over_its_window() -> None:
+    """The first chunk alone, the second after it; the window cuts what the third sees."""
+    model = make_model(replace(TINY, prope=True, precision="fp32_modulation"))
+    context = model.context_kv(torch.randn(5, 32))
+    c2w, labels = hy_actions.trajectory(hy_actions.parse_pose("w-5, right-4, up-2"))
+    lenses = cameras(
+        hy_actions.world_to_camera(c2w), hy_actions.intrinsics(len(c2w)), torch.float32
+    )
+    labels = torch.from_numpy(labels)
+    frames = torch.randn(12, 16, *LATENT)
+    cache = make_cache(model, 4, window=8)
+    driver = MemoryRollout(model, cache, context, GRID, (1000.0, 500.0, 0.0))
+    driver.append(0, frames[:4], lenses.select(torch.arange(4)), labels[:4])
+    before = [cache.history(layer)[0].clone() for layer in range(2)]
+    _, trace = driver.denoise(
+        frames[4:8], lenses.select(torch.arange(4)), lenses.select(torch.arange(4, 8)),
+        labels[4:8], appended=4,
+    )  # fmt: skip
+    joint = JointMemory(lenses.select(torch.arange(8)), 4, 8)
+    times = torch.cat([torch.full((4,), 14.0), torch.full((4,), 1000.0)])
+    flow = model(frames[:8].transpose(0, 1), Pass(times, joint, context, labels=labels[:8]))
+    torch.testing.assert_close(trace[0].flow, flow.transpose(0, 1)[4:], **CLOSE)
+    for layer in range(2):
+        assert torch.equal(cache.history(layer)[0], before[layer]), "denoising writes nothing"
+    driver.append(4, frames[4:8], lenses.select(torch.arange(8)), labels[4:8])
+    driver.append(8, frames[8:], lenses.select(torch.arange(4, 12)), labels[8:12])
+    assert cache.frames == 4, "a window counts the chunk that comes"
+    assert torch.isfinite(cache.history(1)[0]).all()
+
+
 def test_positions_do_not_end_at_1024_frames() -> None:
     """Attention scores depend on distance alone, far beyond the published table too."""
     x = torch.randn(1, 2 * CELLS, 128)

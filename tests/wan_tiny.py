@@ -41,6 +41,7 @@ WORLDS = {
     ),
     "lingbot_v2_1p3b": CONFIGS["lingbot_world_v2"],
     "hy_worldplay_wan5b": CONFIGS["hy_worldplay_wan5b"],
+    "hy_worldplay_wan5b_append": CONFIGS["hy_worldplay_wan5b"],
 }  # fmt: skip
 ACTIONS = {"gta_drive": "w-3, w+a-4", "templerun": "w-3, left-4"}
 

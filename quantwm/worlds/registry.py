@@ -25,6 +25,7 @@ _WAN = (
     "lingbot_v2_1p3b",
     "lingbot_v2_14b",
     "hy_worldplay_wan5b",
+    "hy_worldplay_wan5b_append",
 )
 WORLDS: dict[str, str] = {
     "embedded": "quantwm.worlds.embedded.entry",

@@ -53,6 +53,7 @@ class Entry:
         steps: denoising steps in the notation of its schedule. shift: of the schedule.
         first_steps: other steps of the first chunk, empty where they are the same.
         parts: "transformer", "vae", and of "text", "tokenizer", "clip" those it needs.
+        appends: a memory world whose cache grows chunk by chunk instead of being made anew.
         mode: Matrix-Game-2's control mode. resolutions: other video sizes it was trained for.
     """
 
@@ -74,6 +75,7 @@ class Entry:
     sink: int = 0
     compress_sink: bool = False
     agree: str = ""
+    appends: bool = False
     mode: str = ""
     resolutions: tuple[tuple[int, int], ...] = ()
 
@@ -265,5 +267,13 @@ _ALL = (
         },
     ),
     _HY,
+    replace(
+        _HY,
+        name="hy_worldplay_wan5b_append",
+        title="HY-World 1.5 (Wan 5B), appending: its memory grows instead of being made anew",
+        appends=True,
+        # QVG's integration keeps 48 to 56 frames.
+        window=56,
+    ),
 )
 ENTRIES = {entry.name: entry for entry in _ALL}

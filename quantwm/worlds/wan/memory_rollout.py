@@ -62,6 +62,23 @@ class MemoryRollout:
         finally:
             self.cache.abort_chunk()
 
+    def append(
+        self, first: int, latents: torch.Tensor, seen: Cameras, labels: torch.Tensor
+    ) -> None:
+        """Add a finished chunk's keys and values behind those that are there.
+
+        seen: cameras of every attended frame, the chunk's own last. An approximation: older keys
+        keep the context that they were computed in, as QVG's integration does.
+        """
+        frames = len(latents)
+        self.cache.begin_chunk(first, frames)
+        try:
+            times = torch.full((frames,), self.context_timestep, device=latents.device)
+            self._flow(latents.to(self.model.dtype), times, seen, labels, clean=True)
+            self.cache.finalize_chunk()
+        finally:
+            self.cache.abort_chunk()
+
     def denoise(
         self,
         noise: torch.Tensor,
@@ -69,11 +86,13 @@ class MemoryRollout:
         cameras: Cameras,
         labels: torch.Tensor,
         image: torch.Tensor | None = None,
+        appended: int | None = None,
     ) -> tuple[torch.Tensor, list[EulerTrace]]:
         """Euler steps of one chunk after its memory; nothing is written.
 
         noise: [F, C, H, W]; memory: cameras of the remembered frames, None before any;
-        image: [C, H, W] latent that frame 0 holds and keeps.
+        image: [C, H, W] latent that frame 0 holds and keeps; appended: the chunk's own frame
+        number where the cache holds a history that grows, instead of a memory made for it.
         """
         frames, dtype = len(noise), self.model.dtype
         x = noise.to(dtype)
@@ -82,7 +101,9 @@ class MemoryRollout:
         seen = cameras if memory is None else memory.joined(cameras)
         first = 0 if memory is None else memory.projection.shape[0]
         trace = []
-        if memory is None:
+        if appended is not None:
+            first = appended
+        elif memory is None:
             self.cache.clear()
         self.cache.begin_chunk(first, frames)
         try:

@@ -30,8 +30,11 @@ class MemoryWorld(WanWorld):
         labels = torch.tensor(walk.labels, device=self.device)
         driver = self._driver(lane, session)
         own = torch.arange(first, first + size, device=self.device)
-        memory = None
-        if first:
+        memory, appended = None, None
+        if self.entry.appends:
+            appended = first
+            memory = lenses.select(self._history(lane, first, size)) if first else None
+        elif first:
             points = sample_points(POINTS, session.seed)
             chosen = torch.tensor(select(w2c, first, points, WAN_5B), device=self.device)
             memory = lenses.select(chosen)
@@ -39,18 +42,39 @@ class MemoryWorld(WanWorld):
         image = None
         if first == 0 and session.image is not None:
             image = session.image[:, 0]
-        x, trace = driver.denoise(noise, memory, lenses.select(own), labels[own], image)
+        x, trace = driver.denoise(noise, memory, lenses.select(own), labels[own], image, appended)
         # The flow points from data to noise: x0 = x - sigma * flow.
         x0 = tuple(step.x - step.sigma * step.flow for step in trace)
         return ChunkOutput(x.float(), x0)
 
     @torch.inference_mode()
     def commit_chunk(self, lane: LaneState, latents: torch.Tensor, action: ChunkAction) -> None:
-        """The next chunk's memory is chosen by its own camera, so only latents are kept here."""
+        """The next chunk's memory is chosen by its own camera, so only latents are kept here.
+
+        A world that appends writes the chunk's keys and values instead, once and for all.
+        """
         walk = self._walk(lane, action)
-        lane.extra["latents"] = [*extra_list(lane.extra, "latents"), latents.float()]
+        if self.entry.appends:
+            self._append(lane, latents, walk)
+        else:
+            lane.extra["latents"] = [*extra_list(lane.extra, "latents"), latents.float()]
         lane.extra["walk"] = walk
         self._committed(lane, len(latents))
+
+    def _append(self, lane: LaneState, latents: torch.Tensor, walk: hy_actions.Walk) -> None:
+        first, size = lane.next_frame, len(latents)
+        lenses = self._lenses(hy_actions.world_to_camera(np.stack(walk.c2w)))
+        own = torch.arange(first, first + size, device=self.device)
+        seen = torch.cat([self._history(lane, first, size), own])
+        labels = torch.tensor(walk.labels, device=self.device)[own]
+        driver = self._driver(lane, self._session_of(lane))
+        driver.append(first, latents, lenses.select(seen), labels)
+
+    def _history(self, lane: LaneState, first: int, size: int) -> torch.Tensor:
+        """Numbers of the cached frames that a chunk sees: the newest of its window."""
+        window = lane.cache.policy.window_frames
+        oldest = 0 if window is None else max(first + size - window, 0)
+        return torch.arange(oldest, first, device=self.device)
 
     def _walk(self, lane: LaneState, action: ChunkAction) -> hy_actions.Walk:
         """The lane's camera with this chunk's frames behind it; the lane's own is untouched."""
