@@ -15,7 +15,8 @@ from kernels.tile import (
     centroid_rows,
     channels_of,
     code_levels,
-    ternary_scales,
+    e4m3_value,
+    scale_bytes,
 )
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -43,7 +44,9 @@ def decode_ternary_kernel(
     rows = tl.arange(0, BLOCK_N)
     valid = rows < stop - start - block
     at = head * n_tokens + start + block
-    scale = ternary_scales(scales_ptr + at * (D // GROUP), rows, valid, D, GROUP)
+    heads_scales = scales_ptr + head * n_tokens * (D // GROUP)
+    scale, _ = scale_bytes(heads_scales, heads_scales, start + block, rows, valid, D, GROUP, False)
+    scale = e4m3_value(scale.to(tl.int32))
     one = tl.full(scale.shape, 1.0, tl.float32)
     values = code_levels(codes_ptr + at * (D // 16), one, rows, valid, D) * scale[:, :, None]
     means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
@@ -89,10 +92,11 @@ def decode_affine_kernel(
         chunk += (rows >= tl.load(chunk_stops_ptr + c) - first).to(tl.int32)
     secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
     step = tl.div_rn(secondary.to(tl.float32), 255.0)
-    scale, zero = affine_scales(
-        scales_ptr + at * (D // GROUP), zeros_ptr + head * zero_bytes, first, step[:, None], rows,
-        valid, D, GROUP,
+    scales, zeros = scale_bytes(
+        scales_ptr + head * n_tokens * (D // GROUP), zeros_ptr + head * zero_bytes, first, rows,
+        valid, D, GROUP, True,
     )  # fmt: skip
+    scale, zero = affine_scales(scales, zeros, first, step[:, None], rows, D, GROUP)
     levels = code_levels(codes_ptr + at * (D // 16), zero, rows, valid, D)
     values = levels * scale[:, :, None]
     means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)

@@ -16,7 +16,8 @@ from kernels.tile import (
     centroid_rows,
     code_levels,
     code_words,
-    ternary_scales,
+    e4m3_value,
+    scale_bytes,
 )
 
 # Kinds of a side, as constants of the kernel: 0 plain, 1 ternary, 2 affine, 3 INT8 keys.
@@ -53,23 +54,24 @@ def _plain_tile(ptr, first, stride_n, rows, valid, D: tl.constexpr):
 
 @triton.jit
 def _packed_tile(
-    codes_ptr, ids_ptr, centroids_ptr, scales_ptr, zeros_ptr, step, first, rows, valid,
+    codes_ptr, ids_ptr, centroids_ptr, scales, zeros, step, first, rows, valid,
     D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
     """A decoded tile [BLOCK_N, D] from token `first` of the head, whose pointers are given.
 
+    scales, zeros: of scale_bytes.
+
     PACKED_MATH: two channels an instruction in BF16, which rounds an affine scale to BF16 (2^-9
     of a residual of a few scales); without it float32, as the interpreter needs.
     """
     at = tl.cast(first, tl.int64)
-    scales_ptr += at * (D // GROUP)
     codes_ptr += at * (D // 16)
     if KIND == 1:
-        scale = ternary_scales(scales_ptr, rows, valid, D, GROUP)
+        scale = e4m3_value(scales.to(tl.int32))
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
-        scale, zero = affine_scales(scales_ptr, zeros_ptr, first, step, rows, valid, D, GROUP)
+        scale, zero = affine_scales(scales, zeros, first, step, rows, D, GROUP)
     means = centroid_rows(ids_ptr + at, centroids_ptr, rows, valid, D)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
@@ -104,9 +106,27 @@ def _attend_range(
     largest is in the scores' own unit, so that scaling and shifting are one multiply-add.
     """
     offs_r = tl.arange(0, RANK_PAD)
+    rows = tl.arange(0, BLOCK_N)
+    # Bytes of a tile are loaded a tile ahead: single bytes are not copied asynchronously.
+    there = rows < stop - first
+    k_scales, k_zeros, v_scales, v_zeros = 0, 0, 0, 0
+    if K_KIND == 1 or K_KIND == 2:
+        k_scales, k_zeros = scale_bytes(
+            k_scales_ptr, k_zeros_ptr, first, rows, there, D, K_GROUP, K_KIND == 2
+        )
+    if V_KIND > 0:
+        v_scales, v_zeros = scale_bytes(
+            v_scales_ptr, v_zeros_ptr, first, rows, there, D, V_GROUP, V_KIND == 2
+        )
+    if RANK > 0:
+        row_scales = tl.load(
+            row_scales_ptr + tl.cast(first, tl.int64) - first_corrected + rows,
+            mask=there & (rows >= first_corrected - first), other=0.0,
+        )  # fmt: skip
     for begin in range(first, last, BLOCK_N):
-        rows = tl.arange(0, BLOCK_N)
         valid = (rows < stop - begin) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
+        after = begin + BLOCK_N
+        there = rows < stop - after
         if K_KIND == 3:
             k = _plain_tile(k_ptr, begin, k_stride_n, rows, valid, D)
             steps = tl.load(k_scales_ptr + begin + rows, mask=valid, other=0.0)
@@ -117,9 +137,12 @@ def _attend_range(
                 k = as_operand(_plain_tile(k_ptr, begin, k_stride_n, rows, valid, D), DOT_DTYPE)
             else:
                 k = _packed_tile(
-                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_zeros_ptr, k_step,
+                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales, k_zeros, k_step,
                     begin, rows, valid, D, K_GROUP, K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
                 )  # fmt: skip
+                k_scales, k_zeros = scale_bytes(
+                    k_scales_ptr, k_zeros_ptr, after, rows, there, D, K_GROUP, K_KIND == 2
+                )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
                 corrected = valid & (rows >= first_corrected - begin)
@@ -128,9 +151,12 @@ def _attend_range(
                     coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
                     mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
                 ).to(tl.float32)  # fmt: skip
-                step = tl.load(row_scales_ptr + row + rows, mask=corrected, other=0.0)
-                coefficients = (coefficients * step.to(tl.float32)[:, None]).to(DOT_DTYPE)
+                coefficients = (coefficients * row_scales.to(tl.float32)[:, None]).to(DOT_DTYPE)
                 scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
+                row_scales = tl.load(
+                    row_scales_ptr + row + BLOCK_N + rows,
+                    mask=there & (rows >= first_corrected - after), other=0.0,
+                )  # fmt: skip
         if MASKED:
             scores = tl.where(valid[None, :], scores, float("-inf"))
         above = tl.maximum(largest, tl.max(scores, axis=1))
@@ -144,9 +170,12 @@ def _attend_range(
             v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
         else:
             v = _packed_tile(
-                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr, v_step,
+                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales, v_zeros, v_step,
                 begin, rows, valid, D, V_GROUP, V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
             )  # fmt: skip
+            v_scales, v_zeros = scale_bytes(
+                v_scales_ptr, v_zeros_ptr, after, rows, there, D, V_GROUP, V_KIND == 2
+            )
         sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
     return sums, largest, total
 

@@ -133,28 +133,34 @@ def centroid_rows(ids_ptr, centroids_ptr, rows, valid, D: tl.constexpr):
 
 
 @triton.jit
-def ternary_scales(scales_ptr, rows, valid, D: tl.constexpr, GROUP: tl.constexpr):
-    """E4M3 scale of every word of 16 channels, float32 [BLOCK_N, D / 16]."""
-    of_word = tl.arange(0, D // 16) * 16 // GROUP
-    place = rows[:, None] * (D // GROUP) + of_word[None, :]
-    return e4m3_value(tl.load(scales_ptr + place, mask=valid[:, None], other=0).to(tl.int32))
-
-
-@triton.jit
-def affine_scales(
-    scales_ptr, zeros_ptr, first, step, rows, valid, D: tl.constexpr, GROUP: tl.constexpr
-):
-    """Scale and zero of every word of 16 channels, float32 [BLOCK_N, D / 16].
-
-    zeros_ptr: of the head, for a block's zeros may begin inside a byte; first: the block's first
-    token; step: secondary / 255, of every token or of all.
-    """
+def scale_bytes(
+    scales_ptr, zeros_ptr, first, rows, valid, D: tl.constexpr, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Scale code of every word of 16 channels, uint8 [BLOCK_N, D / 16], and with ZEROS the byte
+    that its zero is in; else the scale code again. Pointers of the head; first: as below."""
     groups: tl.constexpr = D // GROUP
     of_word = tl.arange(0, D // 16) * 16 // GROUP
     place = rows[:, None] * groups + of_word[None, :]
-    codes = tl.load(scales_ptr + place, mask=valid[:, None], other=0)
     begin = tl.cast(first, tl.int64) * groups
-    flat = place + (begin % 4).to(tl.int32)
-    byte = tl.load(zeros_ptr + begin // 4 + flat // 4, mask=valid[:, None], other=0)
-    zero = ((byte.to(tl.int32) >> (2 * (flat % 4))) & 3).to(tl.float32)
-    return codes.to(tl.float32) * step, zero
+    scales = tl.load(scales_ptr + begin + place, mask=valid[:, None], other=0)
+    zeros = scales
+    if ZEROS:
+        flat = place + (begin % 4).to(tl.int32)
+        zeros = tl.load(zeros_ptr + begin // 4 + flat // 4, mask=valid[:, None], other=0)
+    return scales, zeros
+
+
+@triton.jit
+def affine_scales(scales, zeros, first, step, rows, D: tl.constexpr, GROUP: tl.constexpr):
+    """Scale and zero of every word, float32 [BLOCK_N, D / 16], from what scale_bytes loaded.
+
+    A block's zeros may begin inside a byte; first: the block's first token; step: secondary / 255,
+    of every token or of all.
+    """
+    groups: tl.constexpr = D // GROUP
+    of_word = tl.arange(0, D // 16) * 16 // GROUP
+    begin = tl.cast(first, tl.int64) * groups
+    flat = rows[:, None] * groups + of_word[None, :] + (begin % 4).to(tl.int32)
+    zero = ((zeros.to(tl.int32) >> (2 * (flat % 4))) & 3).to(tl.float32)
+    return scales.to(tl.float32) * step, zero

@@ -197,7 +197,9 @@ def test_fused_attention_compiles(
     for launched in {describe(launched): launched for launched in mine}.values():
         compiled, used = compile_launch(launched)
         label = describe(launched)
-        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
+        # Where registers are bounded so that two programs share a multiprocessor, some spill.
+        allowed = 400 if launched.arguments.get("maxnreg") else 0
+        assert used["STACK"] <= allowed and used["LOCAL"] == 0, f"spills: {used} {label}"
         assert compiled.metadata.shared <= SHARED_LIMIT, label
         ptx = compiled.asm["ptx"]
         if has_dot(launched):
