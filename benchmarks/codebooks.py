@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from benchmarks.fidelity import ACTIONS
 from benchmarks.timing import device_named, hardware
 from quantwm.actions import parse_actions
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
-from quantwm.cache.formats import split_method
+from quantwm.cache.formats import split_method, split_methods
+from quantwm.cache.statistics import QueryStatistics, moment
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
@@ -27,14 +29,12 @@ from quantwm.worlds.base import World
 from quantwm.worlds.registry import load_world
 
 NATIVE = ("quantwm:published", "quantwm:compact")
-METHODS = (
-    "quantwm:embedded",
-    "quantwm:balanced-embedded",
-    "quantwm:centroids=8",
-    "quantwm:compact-embedded",
-)
+METHODS = "quantwm:embedded,quantwm:balanced-embedded,quantwm:centroids=8,quantwm:compact-embedded"
 """Twice the published format and the one that takes no more bytes than it: at 64 centroids, and
 with so few that it reaches the compact one's ratio."""
+
+HEADS = {"cpu": (30,), "cuda": (30, 360, 1600)}
+"""Of all layers: the embedded world, Matrix-Game-2, and 40 layers of 40."""
 
 EARLY = ((0, 8), (8, 32))
 """Frames in which lanes have not yet parted: later PSNR of a free run is divergence."""
@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="recorded q, k, v, as `study` takes them")
     parser.add_argument("--chunk", type=int, default=192, help="tokens of a chunk of the file")
     parser.add_argument("--span", type=int, default=3072, help="tokens of a span of the file")
-    parser.add_argument("--methods", default=";".join(METHODS), help="separated by ;")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--world", default="embedded", help="'none' leaves the world out")
     parser.add_argument("--frames", type=int, default=MARKS[-1], help="of the long run")
     parser.add_argument("--scenes", type=int, help="start scenes of the early windows; all without")
@@ -57,8 +57,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    device, methods = device_named(options.device), options.methods.split(";")
+    device, methods = device_named(options.device), split_methods(options.methods)
     result: dict[str, Any] = {"benchmark": "codebooks", "hardware": hardware(device)}
+    result["bases"] = [_bases(count, device) for count in HEADS[device.type]]
     result["native"] = [_native(method, device) for method in NATIVE]
     if options.file is not None:
         settings = {"chunk": options.chunk, "span": options.span, "settings": {}}
@@ -68,6 +69,35 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         world = load_world(options.world, device)
         result["world"] = _world(world, methods, options)
     return result
+
+
+def _bases(heads: int, device: torch.device) -> dict[str, Any]:
+    """Milliseconds that the host spends, waiting included, on the bases of all heads."""
+    statistics_of = QueryStatistics(1, heads, 128, device)
+    generator = torch.Generator().manual_seed(0)
+    stretch = torch.linspace(3.0, 0.3, 128)
+    q = (torch.randn(heads, 256, 128, generator=generator) * stretch).to(device)
+    statistics_of.fold({0: moment(q)}, 256)
+    basis, _ = statistics_of.bases(8)
+
+    def timed(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            work()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+
+    return {
+        "heads": heads,
+        "cold": timed(lambda: statistics_of.bases(8)),
+        "warm": timed(lambda: statistics_of.bases(8, basis)),
+        "eigh": timed(lambda: torch.linalg.eigh(statistics_of.moments)),
+    }
 
 
 def _native(method: str, device: torch.device) -> dict[str, Any]:
@@ -152,7 +182,13 @@ def _windows(errors: list[np.ndarray]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    lines = [result["hardware"]["device"], "", "chunks of 4,680 tokens x 128: nominal (resident)"]
+    lines = [result["hardware"]["device"], "", "bases of rank 8 of all heads together, ms"]
+    for row in result["bases"]:
+        lines.append(
+            f"{row['heads']:>5} heads: first {row['cold']:.1f}, from the last ones "
+            f"{row['warm']:.1f}, torch.linalg.eigh {row['eigh']:.1f}"
+        )
+    lines += ["", "chunks of 4,680 tokens x 128: nominal (resident)"]
     for native in result["native"]:
         cells = "  ".join(f"{t:,}: {n:.2f} ({r:.2f})" for t, n, r in native["rows"])
         lines.append(f"{native['method']:<28} {cells}")
