@@ -203,8 +203,8 @@ def table(result: dict[str, Any]) -> str:
             )
     if "world" in result:
         world = result["world"]
-        lines += ["", f"{world['name']}, weights {world['weights'][:12]}, {world['steps']} steps, "
-                  f"{len(world['scenes'])} scenes: PSNR to BF16 (stdev), nominal (resident)"]  # fmt: skip
+        named = f"{world['name']}, weights {world['weights'][:12]}, {world['steps']} steps"
+        lines += ["", f"{named}, {len(world['scenes'])} scenes: PSNR to BF16 (stdev), ratios"]
         for row in world["rows"]:
             early = "  ".join(
                 f"{w['frames'][0]}-{w['frames'][1] - 1}: {w['psnr']:.2f} ({w['stdev']:.2f})"
