@@ -196,7 +196,7 @@ def _chunks(session: Session | None, frames: int, cut: bool) -> dict[str, Any]:
 
 
 def _session_notes(session: Session) -> tuple[str, ...]:
-    notes = []
+    notes = [f"{note[0].upper()}{note[1:]}." for note in session.notes]
     if not session.complete:
         notes.append("The recording was cut off; what had been written is shown.")
     return tuple(notes)
