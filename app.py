@@ -44,6 +44,9 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     flags = read_flags(arguments)
+    from app.zero import is_zero_gpu, load_spaces
+
+    spaces = load_spaces()  # before anything that may touch CUDA
     from app.address import check_port
     from app.inspector.demo import demo_page
     from quantwm.errors import UserError
@@ -56,7 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
         backend = make_backend(flags)  # mistakes are found before Gradio is loaded
         from app.ui import build
 
-        demo, options = build(backend)
+        if is_zero_gpu(spaces):  # weights are packed in the parent; a lent process is short-lived
+            backend.load(flags.world, lambda stage, share: None)
+        demo, options = build(backend, spaces)
     except UserError as error:
         print(f"app.py: {error}", file=sys.stderr)
         return 2

@@ -11,16 +11,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from app import limits, wire
 from app.backend import MODES, Backend, Catalogue, Settings
 from app.controls import ALL_KEYS, number, parse_snapshot, whole
 from app.downloads import Downloads
-from app.files import read_upload
+from app.files import SessionFolder, read_upload
 from app.inspector.probe import Prober
 from app.runner import Runner
 from app.sessions import Session, SessionManager
+from app.zero import Turn, is_zero_gpu, lent
 from quantwm.errors import UserError
 
 log = logging.getLogger("quantwm.app")
@@ -124,11 +125,19 @@ class Handlers:
     """The answers of one server process. `uploads` is where the web server keeps what visitors
     send; nothing outside it is read."""
 
-    def __init__(self, backend: Backend, sessions: SessionManager, uploads: Path) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        sessions: SessionManager,
+        uploads: Path,
+        spaces: Any | None = None,
+    ) -> None:
+        """spaces: Hugging Face's package of that name, where the page runs on a Space."""
         self.backend = backend
         self.sessions = sessions
         self.uploads = uploads
         self.downloads = Downloads(backend.download)
+        self._turn = self._make_turn(spaces)
 
     def hello(self, session_hash: str) -> str:
         """First message of a page: its token and what there is to choose."""
@@ -253,25 +262,43 @@ class Handlers:
                 return
             settings = self._settings(payload)
             with self.sessions.hold(session.token):
-                yield from self._runner(session, ticket).messages(settings)
+                yield from self._turn(session.token, session.slot, session.folder, settings, ticket)
         except UserError as error:
             yield wire.message("error", drive=ticket, message=str(error))
         except Exception:
             yield wire.message("error", drive=ticket, message=_logged())
 
-    def _runner(self, session: Session, ticket: int) -> Runner:
-        return Runner(
-            self.backend,
-            self.sessions.desk,
-            self.sessions.status,
-            session.slot,
-            session.folder,
-            alive=lambda: self.sessions.alive(session.token),
-            wanted=self.sessions.wanted,
-            check=lambda raw: parse_settings(raw, self._catalogue(raw)),
-            ticket=ticket,
-            prober=Prober(self.sessions.probes, session.slot, session.folder.path),
-        )
+    def _make_turn(self, spaces: Any | None) -> Turn:
+        """What drives, wrapped for a lent GPU where there is one.
+
+        In a forked process the table of sessions is a copy from the past: there the closed
+        generator ends the turn, and mistakes must become messages before they cross back.
+        """
+        forked = is_zero_gpu(spaces)
+
+        def turn(
+            token: str, slot: int, folder: SessionFolder, settings: Settings, ticket: int
+        ) -> Iterator[str]:
+            runner = Runner(
+                self.backend,
+                self.sessions.desk,
+                self.sessions.status,
+                slot,
+                folder,
+                alive=lambda: forked or self.sessions.alive(token),
+                wanted=self.sessions.wanted,
+                check=lambda raw: parse_settings(raw, self._catalogue(raw)),
+                ticket=ticket,
+                prober=Prober(self.sessions.probes, slot, folder.path),
+            )
+            try:
+                yield from runner.messages(settings)
+            except UserError as error:
+                yield wire.message("error", drive=ticket, message=str(error))
+            except Exception:
+                yield wire.message("error", drive=ticket, message=_logged())
+
+        return lent(turn, spaces)
 
     def _catalogue(self, settings: object) -> Catalogue:
         """Of the world that the settings name, or of the proposed one."""

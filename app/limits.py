@@ -18,6 +18,9 @@ be a promise nobody keeps."""
 TURN_SECONDS_WHEN_WANTED = 300.0
 """Longest turn while somebody else waits. Alone, a person may stay as long as they like."""
 
+ZERO_GPU_SECONDS = 120
+"""Longest turn on a lent GPU: a visitor without an account has two minutes a day."""
+
 IDLE_SECONDS_WHEN_WANTED = 60.0
 """A paused world is given to the next visitor after this."""
 

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gradio as gr
 from starlette.requests import Request as WebRequest
@@ -32,11 +33,11 @@ def uploads_folder() -> Path:
     return Path(os.environ.get("GRADIO_TEMP_DIR") or default)
 
 
-def build(backend: Backend) -> tuple[gr.Blocks, dict[str, object]]:
-    """The page and the arguments with which to launch it."""
+def build(backend: Backend, spaces: Any | None = None) -> tuple[gr.Blocks, dict[str, object]]:
+    """The page and the arguments with which to launch it. spaces: as in `Handlers`."""
     sessions = SessionManager(SessionFiles())
     atexit.register(sessions.files.delete)
-    handlers = Handlers(backend, sessions, uploads_folder())
+    handlers = Handlers(backend, sessions, uploads_folder(), spaces)
     inspector = Inspector(sessions)
 
     def hello(request: gr.Request) -> str:
