@@ -66,6 +66,34 @@ def test_a_loaded_cache_goes_on_bit_for_bit(
         assert _same(cache, loaded)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cache_on_a_gpu_goes_on_bit_for_bit(
+    name: str, tmp_path: Path, cuda: torch.device
+) -> None:
+    spec = CacheSpec(2, 3, 128, 48, 4, rope=RopeLayout((44, 42, 42), (6, 8)))
+    fmt, policy = make_format(name), CachePolicy(span_tokens=768, window_frames=20)
+    cache = KVCache(spec, fmt, policy, device=cuda)
+
+    def chunk(one: KVCache) -> list[torch.Tensor]:
+        first = one.next_frame or 0
+        one.begin_chunk(first, 4)
+        moved = [[t.to(cuda, torch.bfloat16) for t in qkv(first + i, 192, spec)] for i in (0, 1)]
+        outs = [one.attend(i, *moved[i], clean=True) for i in (0, 1)]
+        one.finalize_chunk()
+        return outs
+
+    for _ in range(8):
+        chunk(cache)
+    cache.save(tmp_path / "a.safetensors")
+    loaded = KVCache.load(tmp_path / "a.safetensors", spec, fmt, policy, device=cuda)
+    for _ in range(4):
+        for ours, theirs in zip(chunk(cache), chunk(loaded), strict=True):
+            assert torch.equal(ours, theirs)
+    assert _same(cache, loaded)
+    here = KVCache.load(tmp_path / "a.safetensors", spec, fmt, policy)
+    assert here.tokens == 16 * 48
+
+
 @pytest.mark.parametrize(
     "more",
     [

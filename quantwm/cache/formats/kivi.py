@@ -172,7 +172,7 @@ class KiviFormat:
             pick_rows(span.codes, kept),
             pick_rows(span.scales, groups),
             pick_rows(span.zeros, groups),
-            stops.to(span.codes.device),
+            stops.to(span.codes.device, non_blocking=True),
             lengths,
         )
 

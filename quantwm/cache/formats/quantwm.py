@@ -37,8 +37,8 @@ from quantwm.cache.formats.correction import (
     kept_rows,
     settled_corrections,
 )
-from quantwm.cache.formats.qvg import fit_codebook, require_codebook, select_tokens
-from quantwm.cache.formats.rows import cut_rows, join_rows
+from quantwm.cache.formats.qvg import fit_codebook, require_codebook
+from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
@@ -266,20 +266,18 @@ class QuantWMFormat:
     def _pick(self, span: QuantWMSpan, kept: Tensor) -> QuantWMSpan:
         """Tokens at these positions."""
         tokens, groups = self.tokens(span), span.scales.shape[2]
-        stops = torch.tensor(span.chunk_tokens).cumsum(0)
-        counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
-        chunks = counts.nonzero().flatten()
-        chunk_tokens = tuple(counts[chunks].tolist())
+        chunks, chunk_tokens = pick_runs(span.chunk_tokens, kept)
+        stops = torch.tensor(chunk_tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         zeros = unpack_range(span.zeros, 0, tokens * groups).unflatten(1, (tokens, groups))
         correction = span.correction
         return QuantWMSpan(
-            codes=select_tokens(span.codes, kept),
-            ids=select_tokens(span.ids, kept),
-            scales=select_tokens(span.scales, kept),
-            secondary=select_tokens(span.secondary, chunks),
-            chunk_stops=counts[chunks].cumsum(0).to(span.codes.device, torch.int32),
+            codes=pick_rows(span.codes, kept),
+            ids=pick_rows(span.ids, kept),
+            scales=pick_rows(span.scales, kept),
+            secondary=pick_rows(span.secondary, chunks),
+            chunk_stops=stops.to(span.codes.device, non_blocking=True),
             chunk_tokens=chunk_tokens,
-            zeros=pack(select_tokens(zeros, kept).flatten(1)),
+            zeros=pack(pick_rows(zeros, kept).flatten(1)),
             codebook=span.codebook,
             correction=None if correction is None else correction.select(kept),
         )

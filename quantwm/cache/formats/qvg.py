@@ -26,7 +26,7 @@ from quantwm.cache.formats.base import (
     check_group,
     storage_bytes,
 )
-from quantwm.cache.formats.rows import cut_rows, join_rows
+from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 
 
@@ -123,9 +123,9 @@ class QvgFormat:
             return self.cut_all([span], start, stop)[0]
         return replace(
             span,
-            codes=select_tokens(span.codes, keep),
-            ids=select_tokens(span.ids, keep),
-            scales=select_tokens(span.scales, keep),
+            codes=pick_rows(span.codes, keep),
+            ids=pick_rows(span.ids, keep),
+            scales=pick_rows(span.scales, keep),
         )
 
     def settle(self, spans: Sequence[QvgSpan]) -> list[QvgSpan]:
@@ -214,8 +214,3 @@ def require_codebook(codebook: Codebook | None) -> Codebook:
     if codebook is None:
         raise ValueError("a span with centroids needs its codebook before a chunk is encoded")
     return codebook
-
-
-def select_tokens(tensor: Tensor, keep: Tensor) -> Tensor:
-    """[H, N, ...] -> the tokens at these positions (a CPU tensor), in storage of their own."""
-    return tensor.index_select(1, keep.to(tensor.device, non_blocking=True))

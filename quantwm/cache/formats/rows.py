@@ -57,7 +57,7 @@ def _batched(tensors: Sequence[Tensor], length: int, anywhere: bool) -> bool:
 
 def pick_rows(tensor: Tensor, kept: Tensor) -> Tensor:
     """[H, N, ...] -> the rows at these positions (a CPU tensor), in storage of their own."""
-    return tensor.index_select(1, kept.to(tensor.device))
+    return tensor.index_select(1, kept.to(tensor.device, non_blocking=True))
 
 
 def pick_runs(lengths: Sequence[int], kept: Tensor) -> tuple[Tensor, tuple[int, ...]]:
