@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from browser_page import PHASE, browser, serve, until
+from safetensors.torch import save_file
+from wan_helpers import make_model, upstream_weights
 from wan_tiny import WORLDS, actions_of, tiny
 
 from app.files import SessionFiles
@@ -90,24 +93,80 @@ def test_every_family_is_found_loaded_and_driven(
     assert ("Loading the text encoder" in stages) == entry.prompted
 
 
+class _Code:
+    def __reduce__(self):
+        return (print, ("code ran",))
+
+
+def other_transformer(change) -> dict[str, torch.Tensor]:
+    weights = upstream_weights(make_model(catalog.ENTRIES["tiny"].config))
+    change(weights)
+    return weights
+
+
+def broken_transformers() -> Iterator[tuple[str, Callable[[Path], None], str]]:
+    """What may lie in the transformer's folder instead of the model: name, writer, message."""
+    first = "model.blocks.0.self_attn.q.bias"
+
+    def saved(make) -> Callable[[Path], None]:
+        return lambda folder: save_file(make(), folder / "weights.safetensors")
+
+    def with_code(folder: Path) -> None:
+        torch.save({"generator": {"x": _Code()}}, folder / "model.pt")
+
+    def half(folder: Path) -> None:
+        file = folder / "m-00001-of-00002.safetensors"
+        save_file(other_transformer(lambda w: None), file)
+
+    yield "another model", saved(lambda: upstream_weights(make_model())), "causal_forcing, not"
+    yield "no model", saved(lambda: {"x": torch.ones(1)}), "not the weights of a known"
+    yield "half", half, "half downloaded: 1 of 2 shards"
+    yield (
+        "another version",
+        saved(lambda: upstream_weights(make_model(WORLDS["matrix_game2_templerun"]))),
+        "matrix_game2_templerun, not matrix_game2_universal",
+    )
+    yield (
+        "another size",
+        saved(
+            lambda: upstream_weights(make_model(replace(catalog.ENTRIES["tiny"].config, layers=3)))
+        ),
+        "choose the other size",
+    )
+    yield (
+        "extra",
+        saved(lambda: other_transformer(lambda w: w.update({"model.more": torch.ones(2)}))),
+        "more is not expected",
+    )
+    yield "missing", saved(lambda: other_transformer(lambda w: w.pop(first))), "is missing"
+    yield (
+        "misshapen",
+        saved(lambda: other_transformer(lambda w: w.update({first: torch.ones(7)}))),
+        "has shape [7], expected",
+    )
+    yield "code", with_code, "holds more than tensors; such a pickle is not run"
+
+
 @pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
-def test_broken_files_are_one_line_and_the_page_goes_on(
-    tiny: str, backend: LibraryBackend, tmp_path: Path
+def test_wrong_files_are_one_line_and_the_page_goes_on(
+    tiny: str, backend: LibraryBackend, tmp_path: Path, capsys
 ) -> None:
     page = Page(backend, tmp_path)
-    path = files.part_path(catalog.ENTRIES["tiny"].parts["vae"])
-    whole = path.read_bytes()
-    for broken, says in (
-        (whole[: len(whole) // 2], "not a whole torch file"),
-        (b"", "not a whole torch file"),
-        (None, "the vae is missing"),
-    ):
-        path.unlink() if broken is None else path.write_bytes(broken)
+    folder = files.part_path(catalog.ENTRIES["tiny"].parts["transformer"])
+    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
+    for what, write, says in broken_transformers():
+        for file in folder.iterdir():
+            file.unlink()
+        write(folder)
         page.send(run=True)
         messages = list(page.drive())
-        assert [m["kind"] for m in messages] == ["error"], messages
-        assert says in messages[0]["message"] and "\n" not in messages[0]["message"]
-    path.write_bytes(whole)
+        assert [m["kind"] for m in messages] == ["error"], (what, messages)
+        assert says in messages[0]["message"] and "\n" not in messages[0]["message"], what
+    assert "code ran" not in capsys.readouterr().out
+    for file in folder.iterdir():
+        file.unlink()
+    for name, data in kept.items():
+        (folder / name).write_bytes(data)
     page.send(run=True)
     driven = page.drive()
     assert next(driven)["kind"] == "block", "mended, it is driven"
