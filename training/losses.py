@@ -49,7 +49,7 @@ class TransformerTraining:
         Stage(frames=64, batch=24, share=0.25),
         Stage(frames=128, batch=12, share=0.15),
         Stage(frames=256, batch=6, share=0.10),
-        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.5, edges=0.3),
+        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.8, edges=0.5),
     )
     muon_lr: float = 0.02
     adam_lr: float = 1.5e-3
@@ -58,7 +58,7 @@ class TransformerTraining:
     warmup_steps: int = 100
     flat_share: float = 0.4
     floor: float = 0.03
-    ema: float = 0.999
+    ema: float = 0.997
     sigma_shift: float = 3.0
     sigma_floor: float = 0.4
     sampler_share: float = 0.5

@@ -50,12 +50,11 @@ PLANS = {
     "continued": RunPlan(
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.28),
-                Stage(frames=128, batch=12, share=0.22),
-                Stage(frames=256, batch=6, share=0.18),
-                Stage(frames=128, batch=10, share=0.32, own=0.7, adversarial=0.5, edges=0.3),
+                Stage(frames=128, batch=12, share=0.25),
+                Stage(frames=256, batch=6, share=0.25),
+                Stage(frames=128, batch=10, share=0.50, own=0.7, adversarial=0.8, edges=0.5),
             ),
-            flat_share=0.3,
+            flat_share=0.5,
         )
     ),
     "smoke": RunPlan(
@@ -69,7 +68,7 @@ PLANS = {
             stages=(
                 Stage(frames=64, batch=24, share=0.27),
                 Stage(frames=256, batch=6, share=0.36),
-                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.5, edges=0.3),
+                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.8, edges=0.5),
             ),
             critic_warmup=5,
             log_every=10,
@@ -93,7 +92,7 @@ PLANS = {
                 Stage(frames=8, batch=4, share=0.4),
                 Stage(frames=16, batch=2, share=0.2),
                 Stage(frames=32, batch=1, share=0.1),
-                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.5, edges=0.3),
+                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.8, edges=0.5),
             ),
             short_windows=(1, 2),
             context_chunks=2,
