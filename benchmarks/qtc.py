@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.timing import copy_ceiling, device_named, hardware, measure
 from quantwm.cache import explain, make_format
-from quantwm.cache.formats import QueryGuide, qtc_span, qtc_tokens
+from quantwm.cache.formats import QueryGuide, qtc_basis, qtc_span, qtc_tokens
 from quantwm.cache.formats.qtc import QtcFormat
 from quantwm.cache.formats.qtc_learner import QtcLearner, SlotGuide
 from quantwm.cache.formats.qtc_span import QtcSpan
@@ -209,30 +210,28 @@ def parts(case: Case) -> dict[str, Callable[[], object]]:
         "  of which mean": tokens.centre,
         "  of which metric": lambda: slot.metric(128),
         "  of which projection and codes": lambda: tokens.encoded(mean, slot.keys, metric, 2),
+        "  of which projection": lambda: qtc_basis.analysis(slot.keys, metric),
         "  second moment": lambda: tokens.second_moment(),
     }
 
 
 def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Milliseconds of other launch rows; the shipped ones are put back."""
-    from kernels import qtc_decode, qtc_tuning
+    from kernels import qtc_tuning
     from kernels.tuning import Launch
 
     rows: list[dict[str, Any]] = []
     tokens = options.chunks * case.tokens
     out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
-    kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE), qtc_decode.TILES
+    kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE)
     try:
-        for block, warps in ((64, 4), (64, 8), (128, 4), (128, 8)):
-            for tiles in (1, 4):
-                qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "")
-                qtc_decode.TILES = tiles
-                for role in ("keys", "values"):
-                    span = case.span(role, options.chunks)
-                    ms = measure(
-                        lambda span=span: span.decode(out, 0, 0, tokens), case.device, 10
-                    ).median
-                    rows.append({"decode": [block, warps, tiles], "role": role, "ms": round(ms, 4)})
+        for block, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
+            qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "")
+            for role in ("keys", "values"):
+                span = case.span(role, options.chunks)
+                work = partial(span.decode, out, 0, 0, tokens)
+                ms = measure(work, case.device, 10).median
+                rows.append({"decode": [block, warps], "role": role, "ms": round(ms, 4)})
         metric, mean = case.slot.metric(128), torch.zeros(case.heads, 128, device=case.device)
         seen = Tokens.of(case.k, ROPE, case.positions)
         for block, warps in ((16, 4), (32, 4), (32, 8), (64, 8)):
@@ -244,7 +243,6 @@ def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     finally:
         qtc_tuning.DECODE.update(kept[0])
         qtc_tuning.ENCODE.update(kept[1])
-        qtc_decode.TILES = kept[2]
     return rows
 
 

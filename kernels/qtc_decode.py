@@ -12,77 +12,108 @@ from kernels.decode import Decoder
 from kernels.launch import PreparedLaunch
 from kernels.qtc_tile import Turning, block_words, turn_tiles
 
-TILES = 4
-
-
-@triton.jit
-def _digit(codes_ptr, place, word, held):
-    """32 bits of 16 channels, int32 [BLOCK_N, BLOCKS, 1]; words are 2-byte aligned: two loads."""
-    at = codes_ptr + place + word[None, :]
-    low = tl.load(at, mask=held, other=0).to(tl.int32) & 0xFFFF
-    high = tl.load(at + 1, mask=held, other=0).to(tl.int32)
-    return (low | (high << 16))[:, :, None]
-
 
 @triton.jit
 def _levels(
     codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
     NB: tl.constexpr, WORDS: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Levels of some blocks of a token block, [BLOCK_N, 16 * BLOCKS], two channels a look-up.
+    """Levels of some blocks' first and second channels of every pair, [BLOCK_N, 8 * BLOCKS] each.
 
     pairs: int32 [5461], the two BF16 levels of a pair of codes, lower channel in the lower half;
     codes of w bits begin at (4**w - 1) / 3. Both codes' digit 0 is 4 bits, then digit 1, digit 2,
-    the odd bits: the order in which they lie in the words.
+    the odd bits: the order in which they lie in the words. Two halves and not one matrix: put
+    together again they cost three times the moves.
     """
-    width, first, second, third, odd = block_words(widths_ptr, FIRST, BLOCKS, NB)
-    place = token[:, None] * WORDS
+    width, second, third, odd, with_second, with_third = block_words(
+        widths_ptr, FIRST, BLOCKS, NB
+    )
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
+    block = FIRST + tl.arange(0, BLOCKS)
+    place = token[:, None] * (WORDS // 2)
+    rows = valid[:, None]
     shift = (4 * tl.arange(0, 8))[None, None, :]
-    digit0 = _digit(codes_ptr, place, first, valid[:, None] & (width >= 2)[None, :])
-    digit1 = _digit(codes_ptr, place, second, valid[:, None] & (width >= 4)[None, :])
-    digit2 = _digit(codes_ptr, place, third, valid[:, None] & (width >= 6)[None, :])
-    is_odd = valid[:, None] & (width % 2 == 1)[None, :]
+    held = rows & (width >= 2)[None, :]
+    digit = tl.load(words_ptr + place + block[None, :], mask=held, other=0)
+    code = (digit[:, :, None] >> shift) & 15
+    if with_second > FIRST:
+        held = rows & (width >= 4)[None, :]
+        digit = tl.load(words_ptr + place + second[None, :], mask=held, other=0)
+        code |= ((digit[:, :, None] >> shift) & 15) << 4
+    if with_third > FIRST:
+        held = rows & (width >= 6)[None, :]
+        digit = tl.load(words_ptr + place + third[None, :], mask=held, other=0)
+        code |= ((digit[:, :, None] >> shift) & 15) << 8
     # Moved up to where they stand in the pair's code; a block of 16 has at most 26 bits then.
-    bits = tl.load(codes_ptr + place + odd[None, :], mask=is_odd, other=0).to(tl.int32)[:, :, None]
-    code = (digit0 >> shift) & 15
-    code |= ((digit1 >> shift) & 15) << 4
-    code |= ((digit2 >> shift) & 15) << 8
-    code |= ((bits >> (shift >> 1)) & 3) << (width // 2 * 4)[None, :, None]
+    held = rows & (width % 2 == 1)[None, :]
+    bits = tl.load(codes_ptr + token[:, None] * WORDS + odd[None, :], mask=held, other=0)
+    above = (width // 2 * 4)[None, :, None]
+    code |= ((bits.to(tl.int32)[:, :, None] >> (shift >> 1)) & 3) << above
     start = (((1 << (2 * width)) - 1) // 3)[None, :, None]
-    both = tl.load(pairs_ptr + start + code)
+    both = tl.reshape(tl.load(pairs_ptr + start + code), (token.shape[0], 8 * BLOCKS))
     if tl.bfloat16 == DOT_DTYPE:
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         low = (both << 16).to(tl.float32, bitcast=True)
         high = (both & -65536).to(tl.float32, bitcast=True)
-    return tl.reshape(tl.join(low, high), (token.shape[0], 16 * BLOCKS))
+    return low, high
 
 
 @triton.jit
 def _rows(
-    rows_ptr, scales_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    rows_ptr, scales_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr,
+    NB: tl.constexpr, D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Synthesis rows of some blocks as two operands: even channels, odd channels, [u, D / 2]."""
-    row = 16 * FIRST + tl.arange(0, 16 * BLOCKS)
-    pair = tl.arange(0, D // 2)
-    both = tl.load(rows_ptr + row[:, None] * (D // 2) + pair[None, :]).to(tl.int32)
-    scale = tl.load(scales_ptr + row).to(tl.float32)[:, None]
+    """Every second synthesis row of some blocks, from PART on, as two operands: even channels and
+    odd channels, [8 * BLOCKS, D / 2]."""
+    row = 16 * FIRST + PART + 2 * tl.arange(0, 8 * BLOCKS)
+    there = row < 16 * NB
+    at = rows_ptr + row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+    both = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+    scale = tl.load(scales_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
     even = ((both << 24) >> 24).to(tl.float32) * scale
     odd = (both >> 8).to(tl.float32) * scale
     return even.to(DOT_DTYPE), odd.to(DOT_DTYPE)
 
 
 @triton.jit
+def _added(
+    even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, low_even, low_odd, high_even,
+    high_odd, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """even and odd plus what some blocks add to them."""
+    low, high = _levels(
+        codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST, BLOCKS, NB, WORDS, DOT_DTYPE
+    )
+    even = tl.dot(low, low_even, even, input_precision="ieee")
+    odd = tl.dot(low, low_odd, odd, input_precision="ieee")
+    even = tl.dot(high, high_even, even, input_precision="ieee")
+    odd = tl.dot(high, high_odd, odd, input_precision="ieee")
+    return even, odd
+
+
+@triton.jit
+def _mean(mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk, D: tl.constexpr):
+    """Even and odd channels of a chunk's mean, float32 [D / 2]. mean_ptr: of the head's basis."""
+    pair = tl.arange(0, D // 2)
+    both = tl.load(mean_codes_ptr + chunk * (D // 2) + pair).to(tl.int32)
+    scale = tl.load(mean_scales_ptr + chunk).to(tl.float32)
+    even = tl.load(mean_ptr + 2 * pair).to(tl.float32)
+    odd = tl.load(mean_ptr + 2 * pair + 1).to(tl.float32)
+    even += ((both << 24) >> 24).to(tl.float32) * scale
+    return even, odd + (both >> 8).to(tl.float32) * scale
+
+
+@triton.jit
 def _with_means(
-    even, odd, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head, rows, last,
+    even, odd, gain, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head, rows, last,
     n_chunks, D: tl.constexpr,
 ):  # fmt: skip
-    """even, odd plus the mean of every token's chunk. last: the newest token of the block.
+    """Gain times even and odd, plus the mean of every token's chunk. last: the block's last token.
 
-    A loop over the chunks that the block touches, mostly one, so that a mean is made a number once
-    and not for every token.
+    A block of tokens mostly lies in one chunk, whose mean is then made a number once.
     """
     first_chunk = 0
     last_chunk = 0
@@ -90,20 +121,19 @@ def _with_means(
         stop = tl.load(chunk_stops_ptr + c)
         first_chunk += (last - rows.shape[0] + 1 >= stop).to(tl.int32)
         last_chunk += (last >= stop).to(tl.int32)
-    pair = tl.arange(0, D // 2)
-    about = mean_ptr + 2 * pair
-    about_even = tl.load(about).to(tl.float32)
-    about_odd = tl.load(about + 1).to(tl.float32)
-    for c in range(first_chunk, last_chunk + 1):
-        both = tl.load(mean_codes_ptr + (head * n_chunks + c) * (D // 2) + pair).to(tl.int32)
-        scale = tl.load(mean_scales_ptr + head * n_chunks + c).to(tl.float32)
-        mean_even = about_even + ((both << 24) >> 24).to(tl.float32) * scale
-        mean_odd = about_odd + (both >> 8).to(tl.float32) * scale
-        within = (rows < tl.load(chunk_stops_ptr + c)) | (c == n_chunks - 1)
-        if c > first_chunk:
-            within = within & (rows >= tl.load(chunk_stops_ptr + c - 1))
-        even += tl.where(within[:, None], mean_even[None, :], 0.0)
-        odd += tl.where(within[:, None], mean_odd[None, :], 0.0)
+    mean_even, mean_odd = _mean(
+        mean_ptr, mean_codes_ptr, mean_scales_ptr, head * n_chunks + first_chunk, D
+    )
+    even = even * gain + mean_even[None, :]
+    odd = odd * gain + mean_odd[None, :]
+    for c in range(first_chunk + 1, last_chunk + 1):
+        next_even, next_odd = _mean(
+            mean_ptr, mean_codes_ptr, mean_scales_ptr, head * n_chunks + c, D
+        )
+        later = (rows >= tl.load(chunk_stops_ptr + c - 1))[:, None]
+        even += tl.where(later, (next_even - mean_even)[None, :], 0.0)
+        odd += tl.where(later, (next_odd - mean_odd)[None, :], 0.0)
+        mean_even, mean_odd = next_even, next_odd
     return even, odd
 
 
@@ -118,8 +148,8 @@ def _finished(
     """Gain, mean and RoPE put to the product, and the tokens stored. codes: of the gains."""
     gain = tl.load(gain_table_ptr + codes)[:, None]
     even, odd = _with_means(
-        even * gain, odd * gain, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head,
-        rows, last, n_chunks, D,
+        even, odd, gain, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head, rows,
+        last, n_chunks, D,
     )  # fmt: skip
     if TURN:
         sine, cosine = turn_tiles(
@@ -137,7 +167,7 @@ def _finished(
     do_not_specialize=[
         "n_tokens", "offset", "start", "stop", "first_head", "n_chunks", "first_place",
         # Views that begin anywhere, and a few bytes that gain nothing from alignment.
-        "mean_scales_ptr", "chunk_stops_ptr", "codes_ptr", "mean_codes_ptr", "widths_ptr",
+        "mean_scales_ptr", "chunk_stops_ptr", "mean_codes_ptr", "widths_ptr",
     ]
 )  # fmt: skip
 def decode_qtc_kernel(
@@ -150,14 +180,14 @@ def decode_qtc_kernel(
     first_place,  # runtime: where the span's first token stands
     D: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr, TURN: tl.constexpr,
     TIME: tl.constexpr, ROW: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr,
-    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SHARED: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """R_p (mean + gain * levels @ rows), rounded once. Grid (runs of TILES token blocks, heads).
+    """R_p (mean + gain * levels @ rows), rounded once. Grid (token blocks, heads).
 
-    Even and odd channels are two products, so that a pair of RoPE lies in one thread. Blocks are
-    taken four, two and one at a time: their number is that of the basis, nothing is padded. The
-    rows are made operands once for all blocks of tokens.
+    Even and odd channels are two products, so that a pair of RoPE lies in one thread. Blocks of
+    channels are taken four at a time and then two, the least that a tensor core takes. (Programs
+    that keep the rows for several blocks of tokens were no faster: 0.206 ms either way.)
     """
     to_head = tl.program_id(1).to(tl.int64)
     head = first_head + to_head
@@ -169,61 +199,44 @@ def decode_qtc_kernel(
     mean_ptr += owner * D
     FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
     FOUR: tl.constexpr = NB // 4
-    TWO: tl.constexpr = NB % 4 // 2
-    ONE: tl.constexpr = NB % 2
+    REST: tl.constexpr = 0 if NB % 4 == 0 else (4 if NB % 4 == 3 else 2)
     if FOUR >= 1:
-        even_a, odd_a = _rows(rows_ptr, row_scales_ptr, 0, 4, D, DOT_DTYPE)
+        le_a, lo_a = _rows(rows_ptr, row_scales_ptr, 0, 4, 0, NB, D, DOT_DTYPE)
+        he_a, ho_a = _rows(rows_ptr, row_scales_ptr, 0, 4, 1, NB, D, DOT_DTYPE)
     if FOUR >= 2:
-        even_b, odd_b = _rows(rows_ptr, row_scales_ptr, 4, 4, D, DOT_DTYPE)
-    if TWO:
-        even_c, odd_c = _rows(rows_ptr, row_scales_ptr, 4 * FOUR, 2, D, DOT_DTYPE)
-    if ONE:
-        even_d, odd_d = _rows(rows_ptr, row_scales_ptr, NB - 1, 1, D, DOT_DTYPE)
-    for tile in range(0, TILES):
-        block = tl.program_id(0).to(tl.int64) * TILES + tile
-        rows = start + block * BLOCK_N + tl.arange(0, BLOCK_N)
-        valid = rows < stop
-        token = head * n_tokens + rows
-        even = tl.zeros((BLOCK_N, D // 2), tl.float32)
-        odd = tl.zeros((BLOCK_N, D // 2), tl.float32)
-        if FOUR >= 1:
-            levels = _levels(
-                codes_ptr, widths_ptr, pairs_ptr, token, valid, 0, 4, NB, WORDS, DOT_DTYPE
-            )
-            even = tl.dot(levels, even_a, even, input_precision="ieee")
-            odd = tl.dot(levels, odd_a, odd, input_precision="ieee")
-        if FOUR >= 2:
-            levels = _levels(
-                codes_ptr, widths_ptr, pairs_ptr, token, valid, 4, 4, NB, WORDS, DOT_DTYPE
-            )
-            even = tl.dot(levels, even_b, even, input_precision="ieee")
-            odd = tl.dot(levels, odd_b, odd, input_precision="ieee")
-        for four in tl.static_range(2, FOUR):
-            levels = _levels(
-                codes_ptr, widths_ptr, pairs_ptr, token, valid, 4 * four, 4, NB, WORDS, DOT_DTYPE
-            )
-            to_even, to_odd = _rows(rows_ptr, row_scales_ptr, 4 * four, 4, D, DOT_DTYPE)
-            even = tl.dot(levels, to_even, even, input_precision="ieee")
-            odd = tl.dot(levels, to_odd, odd, input_precision="ieee")
-        if TWO:
-            levels = _levels(
-                codes_ptr, widths_ptr, pairs_ptr, token, valid, 4 * FOUR, 2, NB, WORDS, DOT_DTYPE
-            )
-            even = tl.dot(levels, even_c, even, input_precision="ieee")
-            odd = tl.dot(levels, odd_c, odd, input_precision="ieee")
-        if ONE:
-            levels = _levels(
-                codes_ptr, widths_ptr, pairs_ptr, token, valid, NB - 1, 1, NB, WORDS, DOT_DTYPE
-            )
-            even = tl.dot(levels, even_d, even, input_precision="ieee")
-            odd = tl.dot(levels, odd_d, odd, input_precision="ieee")
-        gain_codes = tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32)
-        _finished(
-            even, odd, out_ptr, out_stride_n, offset, start, gain_codes, mean_ptr, mean_codes_ptr,
-            mean_scales_ptr, chunk_stops_ptr, gain_table_ptr, phases_ptr, places_ptr, first_place,
-            n_chunks, head, rows, start + (block + 1) * BLOCK_N - 1, valid, D, TURN, TIME, ROW,
-            GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
+        le_b, lo_b = _rows(rows_ptr, row_scales_ptr, 4, 4, 0, NB, D, DOT_DTYPE)
+        he_b, ho_b = _rows(rows_ptr, row_scales_ptr, 4, 4, 1, NB, D, DOT_DTYPE)
+    if REST:
+        le_c, lo_c = _rows(rows_ptr, row_scales_ptr, 4 * FOUR, REST, 0, NB, D, DOT_DTYPE)
+        he_c, ho_c = _rows(rows_ptr, row_scales_ptr, 4 * FOUR, REST, 1, NB, D, DOT_DTYPE)
+    first = start + tl.program_id(0).to(tl.int64) * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_N)
+    valid = rows < stop
+    token = head * n_tokens + rows
+    even = tl.zeros((BLOCK_N, D // 2), tl.float32)
+    odd = tl.zeros((BLOCK_N, D // 2), tl.float32)
+    if FOUR >= 1:
+        even, odd = _added(
+            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_a, lo_a, he_a, ho_a,
+            0, 4, NB, WORDS, DOT_DTYPE,
         )  # fmt: skip
+    if FOUR >= 2:
+        even, odd = _added(
+            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_b, lo_b, he_b, ho_b,
+            4, 4, NB, WORDS, DOT_DTYPE,
+        )  # fmt: skip
+    if REST:
+        even, odd = _added(
+            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_c, lo_c, he_c, ho_c,
+            4 * FOUR, REST, NB, WORDS, DOT_DTYPE,
+        )  # fmt: skip
+    gain_codes = tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32)
+    _finished(
+        even, odd, out_ptr, out_stride_n, offset, start, gain_codes, mean_ptr, mean_codes_ptr,
+        mean_scales_ptr, chunk_stops_ptr, gain_table_ptr, phases_ptr, places_ptr, first_place,
+        n_chunks, head, rows, first + BLOCK_N - 1, valid, D, TURN, TIME, ROW,
+        GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
+    )  # fmt: skip
 
 
 def prepare_qtc(
@@ -255,23 +268,21 @@ def prepare_qtc(
     checks.packed("mean_scales", mean_scales, torch.bfloat16, (heads, chunks))
     checks.packed("chunk_stops", chunk_stops, torch.int32, (chunks,))
     checks.together(codes, gains, *basis, *means, *tables, *turning.tensors())
-    if kept % 16 or size % 2:
-        raise ValueError(f"{kept} rows or {size} bytes of codes are not whole blocks of 16")
+    if kept % 16 or size % 4:
+        raise ValueError(f"{kept} rows or {size} bytes of codes are not whole blocks and words")
     checks.packed("pairs", tables[0], torch.int32, (5461,))
     turning.check(dim)
     row = qtc_tuning.DECODE[dim]
-    # A program for one block of tokens until there are enough of them to fill the device.
-    tiles = TILES if heads * tokens >= TILES * 8192 else 1
     fixed = (
         codes.view(torch.int16), gains, widths, rows.view(torch.int16), row_scales, mean,
         mean_codes.view(torch.int16), mean_scales, chunk_stops, *tables,
         *turning.tensors(), tokens, chunks, turning.first_place,
     )  # fmt: skip
     constants = turning.constants() | {
-        "D": dim, "NB": kept // 16, "WORDS": size // 2, "BLOCK_N": row.block_n, "TILES": tiles,
+        "D": dim, "NB": kept // 16, "WORDS": size // 2, "BLOCK_N": row.block_n,
         "SHARED": owners == 1,
         "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_qtc_kernel, fixed, constants)
-    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n * tiles)
+    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

@@ -32,15 +32,14 @@ def _projected(
 
 
 @triton.jit
-def _codes(z, gain, width, counts_ptr, borders_ptr):
-    """Code of the nearest level of z / gain, the lower one on a tie; int32 like z.
+def _codes(scaled, width, counts_ptr, borders_ptr):
+    """Code of the nearest level, the lower one on a tie; int32 like scaled.
 
     counts, borders: [7, CELLS] by width and cell of the magnitude: borders below the cell, and the
     one in it (infinity without).
     """
-    scaled = tl.div_rn(z, tl.where(gain > 0, gain, 1.0)[:, None] + tl.zeros_like(z))
     size = tl.abs(scaled)
-    cell = tl.minimum((tl.minimum(size, 4.0) * 16.0).to(tl.int32), 63) + 64 * width[None, :]
+    cell = (tl.minimum(size, 3.9375) * 16.0).to(tl.int32) + 64 * width[None, :]
     border = tl.load(borders_ptr + cell)
     above = tl.load(counts_ptr + cell).to(tl.int32)
     half = ((1 << width) >> 1)[None, :]
@@ -50,31 +49,27 @@ def _codes(z, gain, width, counts_ptr, borders_ptr):
 
 
 @triton.jit
-def _store_words(codes_ptr, token, word, words, held, HALVES: tl.constexpr, WORDS: tl.constexpr):
-    at = codes_ptr + token[:, None] * WORDS + word[None, :]
-    tl.store(at, words.to(tl.int16), mask=held)
-    if HALVES == 2:
-        tl.store(at + 1, (words >> 16).to(tl.int16), mask=held)
-
-
-@triton.jit
 def _pack(
     codes, codes_ptr, widths_ptr, token, valid, NB: tl.constexpr, NB_PAD: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
     """codes: int32 [BLOCK_N, NB_PAD, 16], to words as in quantwm/cache/formats/qtc_planes.py."""
-    width, first, second, third, odd = block_words(widths_ptr, 0, NB_PAD, NB)
+    width, second, third, odd, with_second, with_third = block_words(widths_ptr, 0, NB_PAD, NB)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + token[:, None] * (WORDS // 2)
     channel = tl.arange(0, 16)[None, None, :]
     rows = valid[:, None]
     digit = tl.sum((codes & 3) << (2 * channel), axis=2)
-    _store_words(codes_ptr, token, first, digit, rows & (width >= 2)[None, :], 2, WORDS)
-    digit = tl.sum(((codes >> 2) & 3) << (2 * channel), axis=2)
-    _store_words(codes_ptr, token, second, digit, rows & (width >= 4)[None, :], 2, WORDS)
-    digit = tl.sum(((codes >> 4) & 3) << (2 * channel), axis=2)
-    _store_words(codes_ptr, token, third, digit, rows & (width >= 6)[None, :], 2, WORDS)
+    tl.store(words_ptr + tl.arange(0, NB_PAD)[None, :], digit, mask=rows & (width >= 2)[None, :])
+    if with_second > 0:
+        digit = tl.sum(((codes >> 2) & 3) << (2 * channel), axis=2)
+        tl.store(words_ptr + second[None, :], digit, mask=rows & (width >= 4)[None, :])
+    if with_third > 0:
+        digit = tl.sum(((codes >> 4) & 3) << (2 * channel), axis=2)
+        tl.store(words_ptr + third[None, :], digit, mask=rows & (width >= 6)[None, :])
     highest = tl.maximum(width - 1, 0)[None, :, None]
-    bits = tl.sum(((codes >> highest) & 1) << channel, axis=2)
-    _store_words(codes_ptr, token, odd, bits, rows & (width % 2 == 1)[None, :], 1, WORDS)
+    bits = tl.sum(((codes >> highest) & 1) << channel, axis=2).to(tl.int16)
+    at = codes_ptr + token[:, None] * WORDS + odd[None, :]
+    tl.store(at, bits, mask=rows & (width % 2 == 1)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_tokens", "first_place", "widths_ptr"])
@@ -133,7 +128,10 @@ def encode_qtc_kernel(
         tried = tl.minimum(tl.maximum(centre + step, 1), 255)
         tried = tl.where(centre > 0, tried, 0)
         gain = tl.load(gain_table_ptr + tried)
-        found = tl.where((width > 0)[None, :], _codes(z, gain, width, counts_ptr, borders_ptr), 0)
+        # Gains are powers of two: that of 256 - code is the reciprocal, 1 for the gain of 0.
+        inverse = tl.load(gain_table_ptr + tl.where(tried > 0, 256 - tried, 128))
+        found = _codes(z * inverse[:, None], width, counts_ptr, borders_ptr)
+        found = tl.where((width > 0)[None, :], found, 0)
         value = tl.load(levels_ptr + (1 << width)[None, :] + found) * gain[:, None]
         left = tl.sum((value - z) * (value - z) * cost[None, :], axis=1)
         better = left < best
@@ -167,8 +165,8 @@ def encode_qtc(
     checks.packed("borders", tables[3], torch.float32, (7, CELLS))
     turning.check(dim)
     checks.together(x, about, analysis, costs, widths, *tables, *turning.tensors())
-    if kept % 16:
-        raise ValueError(f"{kept} rows are not whole blocks of 16")
+    if kept % 16 or words % 2:
+        raise ValueError(f"{kept} rows or {words} words are not whole blocks and words of 32 bits")
     dot_type = tuning.dot_mode(x)[0]
     high = analysis.to(dot_type)
     low = (analysis - high.float()).to(dot_type)

@@ -51,22 +51,26 @@ class Turning:
 
 @triton.jit
 def block_words(widths_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.constexpr):
-    """Of blocks FIRST .. FIRST + BLOCKS - 1 of one head, in 16-bit words of a token.
+    """Of blocks FIRST .. FIRST + BLOCKS - 1 of one head: where their code words lie in a token.
 
-    widths_ptr: of the head. Returns widths, and where digits 0, 1, 2 and the odd bit begin, int32
-    [BLOCKS] each (quantwm/cache/formats/qtc_planes.py: all digits 0, digits 1, digits 2, odd bits).
+    widths_ptr: of the head. Returns widths; digit 1 and 2 in words of 32 bits (digit 0 is the
+    block's own number) and the odd bit in words of 16, int32 [BLOCKS] each; and the blocks of the
+    head that have digit 1 and digit 2 (quantwm/cache/formats/qtc_planes.py: all digits 0, digits 1,
+    digits 2, odd bits).
     """
     every = tl.arange(0, triton.next_power_of_2(NB))
     all_widths = tl.load(widths_ptr + every, mask=every < NB, other=0).to(tl.int32)
     block = FIRST + tl.arange(0, BLOCKS)
     width = tl.load(widths_ptr + block, mask=block < NB, other=0).to(tl.int32)
     # Widths do not increase, so the blocks that have digit k are the first ones.
-    second = 2 * tl.sum((all_widths >= 2).to(tl.int32), axis=0)
-    third = second + 2 * tl.sum((all_widths >= 4).to(tl.int32), axis=0)
-    odd = third + 2 * tl.sum((all_widths >= 6).to(tl.int32), axis=0)
+    with_first = tl.sum((all_widths >= 2).to(tl.int32), axis=0)
+    with_second = tl.sum((all_widths >= 4).to(tl.int32), axis=0)
+    with_third = tl.sum((all_widths >= 6).to(tl.int32), axis=0)
+    digits = with_first + with_second + with_third
     before = (every[None, :] < block[:, None]) & (all_widths % 2 == 1)[None, :]
-    odd += tl.sum(before.to(tl.int32), axis=1)
-    return width, 2 * block, second + 2 * block, third + 2 * block, odd
+    odd = 2 * digits + tl.sum(before.to(tl.int32), axis=1)
+    second = with_first + block
+    return width, second, with_first + with_second + block, odd, with_second, with_third
 
 
 @triton.jit

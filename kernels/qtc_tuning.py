@@ -8,8 +8,8 @@ from __future__ import annotations
 from kernels.tuning import COMPILED, Launch
 
 DECODE = {
-    64: Launch(128, 0, 8, 1, COMPILED),
-    128: Launch(128, 0, 8, 1, COMPILED),
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(64, 0, 4, 1, COMPILED),
 }
 ENCODE = {
     64: Launch(32, 0, 4, 1, COMPILED),

@@ -28,7 +28,7 @@ from quantwm.cache.formats.qtc_learner import (
     weighed_by,
 )
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
-from quantwm.cache.formats.qtc_planes import BLOCK
+from quantwm.cache.formats.qtc_planes import BLOCK, WORD
 from quantwm.cache.formats.qtc_span import QtcSpan
 from quantwm.cache.formats.qtc_statistics import SlotStatistics, moment_bytes, statistics_bytes
 from quantwm.cache.formats.qtc_tokens import Tokens
@@ -106,9 +106,9 @@ class QtcConfig:
 
 
 PRESETS = {
-    "small": QtcConfig(key_bits=1.375, value_bits=1.375, key_rows=0.625, value_rows=0.625),
+    "small": QtcConfig(key_bits=1.5, value_bits=1.25, key_rows=0.625, value_rows=0.625),
     "medium": QtcConfig(),
-    "large": QtcConfig(key_bits=2.75, value_bits=2.125, key_rows=0.875),
+    "large": QtcConfig(key_bits=2.75, value_bits=2.25),
     "without-unrotation": QtcConfig(unrotate=False),
     "without-queries": QtcConfig(key_metric="identity"),
     "without-averaging": QtcConfig(average=False),
@@ -118,8 +118,8 @@ PRESETS = {
     "by-attention": QtcConfig(value_metric="attention"),
     "by-output": QtcConfig(value_metric="output"),
 }
-"""small, medium, large: about 1.7, 2.35 and 2.84 bits per element with everything counted, at 3,072
-tokens a basis. The others are medium without one ingredient, for docs/beyond.md."""
+"""small, medium, large: about 1.70, 2.36 and 2.87 bits per element with everything counted, at
+3,072 tokens a basis. The others are medium without one ingredient, for docs/beyond.md."""
 
 
 class QtcFormat:
@@ -175,12 +175,12 @@ class QtcFormat:
         return max(round(part * head_dim / BLOCK), 1) * BLOCK
 
     def _budget(self, role: Role, head_dim: int) -> int:
-        """Code bits of a token: whole blocks, and no more than the widths can take."""
+        """Code bits of a token: whole words of 32, and no more than the widths can take."""
         config = self.config
         bits = config.key_bits if role == "keys" else config.value_bits
         width = config.key_width if role == "keys" else config.value_width
-        words = max(round(bits * head_dim / BLOCK), 1)
-        return min(words, width * self._rows(role, head_dim) // BLOCK) * BLOCK
+        words = max(round(bits * head_dim / WORD), 1)
+        return min(words, width * self._rows(role, head_dim) // WORD) * WORD
 
     def fit(self, x: Tensor, generator: Generator, warm: Codebook | None) -> Codebook | None:
         return None

@@ -42,8 +42,8 @@ def _encode(
     best: list[Tensor] = []
     for step in (0, -1, 1):  # the middle one wins where they cost the same
         tried = torch.where(centre > 0, (centre + step).clamp(1, 255), 0)
-        gain = qtc_gain.gains(tried).unsqueeze(-1)
-        codes, values = _quantize(z, gain, width)
+        codes, values = _quantize(z * qtc_gain.inverses(tried).unsqueeze(-1), width)
+        values *= qtc_gain.gains(tried).unsqueeze(-1)
         left = ((values - z).square_() @ costs).squeeze(-1)
         if not best:
             best = [left, tried, codes]
@@ -56,25 +56,24 @@ def _encode(
     return best[2].to(torch.uint8), best[1].to(torch.uint8)
 
 
-def _quantize(z: Tensor, gain: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int32 and the values they stand for. z: [H, N, u], gain: [H, N, 1], width [H, 1, u].
+def _quantize(scaled: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int32 and their levels. scaled: [H, N, u], in units of the gain; width: [H, 1, u].
 
     The nearest level, the lower one on a tie, by two look-ups instead of a search.
     """
-    counts, inside = qtc_levels.cell_tables(z.device)
-    scaled = z / torch.where(gain > 0, gain, 1.0)
+    counts, inside = qtc_levels.cell_tables(scaled.device)
     size = scaled.abs()
     cell = size.clamp(max=qtc_levels.LAST_CELL).mul_(16).int().clamp_(min=0)  # NaN is below 0
     cell += width * qtc_levels.CELLS
-    border = inside.view(-1).index_select(0, cell.flatten()).view(z.shape)
-    above = counts.view(-1).index_select(0, cell.flatten()).view(z.shape).int()
+    border = inside.view(-1).index_select(0, cell.flatten()).view(size.shape)
+    above = counts.view(-1).index_select(0, cell.flatten()).view(size.shape).int()
     half = (1 << width) >> 1
     code = torch.where(
         scaled > 0, half + above + (size > border), half - 1 - above - (size >= border).int()
     ).clamp_(min=0)
     places = ((1 << width) + code).flatten()
-    values = qtc_levels.table(z.device).index_select(0, places).view(z.shape)
-    return code, values.mul_(gain)
+    levels = qtc_levels.table(size.device).index_select(0, places).view(size.shape)
+    return code, levels
 
 
 def decode_in_basis(
@@ -112,8 +111,7 @@ def encode_plain(x: Tensor, metric: Tensor | None, bits: int) -> tuple[Tensor, T
     if metric is None:
         return packed, gain
     turned = turn.t() @ metric.float() @ turn
-    scale = qtc_gain.gains(gain).unsqueeze(-1)
-    z = rotated / torch.where(scale > 0, scale, torch.ones_like(scale))
+    z = rotated * qtc_gain.inverses(gain.int()).unsqueeze(-1)
     codes = qtc_fallback.feedback_codes(z, turned, bits)
     return qtc_planes.pack(codes.flatten(0, 1), widths).unflatten(0, (heads, tokens)), gain
 

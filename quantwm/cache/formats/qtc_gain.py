@@ -23,6 +23,11 @@ def gains(codes: Tensor) -> Tensor:
     return torch.where(codes > 0, torch.exp2(exponent), torch.zeros_like(exponent))
 
 
+def inverses(codes: Tensor) -> Tensor:
+    """Reciprocals of the gains of codes, float32: gains of 256 - code; 1 for the gain of 0."""
+    return gains(torch.where(codes > 0, 2 * ZERO - codes, ZERO))
+
+
 def mean_codes(mean: Tensor, about: Tensor) -> tuple[Tensor, Tensor]:
     """A chunk's mean as INT8 steps from the span's. mean, about: float32 [H, D].
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 16
+WORD = 32
+"""Bits; a token's bits are a multiple of it, so that a kernel can read digits as words."""
 Widths = tuple[int, ...]
 """Bits of each block of 16 channels, not increasing; the channels behind them have no code."""
 

@@ -76,11 +76,7 @@ class Tokens:
         The plain mean and ones unless a token stands out: from the median of the means of groups
         of tokens, which few broken tokens do not move.
         """
-        tokens = self.given.shape[1]
-        groups = -(-tokens // self.group)
-        counts = torch.full((groups, 1), float(self.group), device=self.given.device)
-        counts[-1:].fill_(tokens - self.group * (groups - 1))
-        middle = (self._sums(None) / counts).median(1).values
+        middle = self._group_means().median(1).values
         if self._kernels is None:
             squares = (self.plain - middle.unsqueeze(1)).square().sum(-1)
         else:
@@ -89,6 +85,19 @@ class Tokens:
         within = (squares <= limit) | (limit == 0)
         weights = torch.where(within, 1.0, limit / squares.clamp(min=1e-30))
         return self._sums(weights).sum(1) / weights.sum(1, keepdim=True), weights
+
+    def _group_means(self) -> Tensor:
+        """Means of 8 groups or more, at most 32 where there are as many tokens, [H, groups, D]."""
+        sums = self._sums(None)
+        groups, tokens = sums.shape[1], self.given.shape[1]
+        several = max(groups // 32, 1)
+        whole = groups // several * several
+        size = several * self.group
+        means = sums[:, :whole].unflatten(1, (-1, several)).sum(2) / size
+        # The last group may be short; those that are left over by whole ones are not needed.
+        if whole == groups:
+            means[:, -1] *= size / (tokens - (whole // several - 1) * size)
+        return means
 
     def _sums(self, weights: Tensor | None) -> Tensor:
         """Sums of groups, float32 [H, groups, D]."""
