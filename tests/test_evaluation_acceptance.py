@@ -70,7 +70,7 @@ def walk() -> Episode:
 def test_a_world_that_knows_the_truth_gets_everything():
     rows = table(there_and_back())
     assert rows["back"] == rows["back_window"] == 60.0 and "first_8" not in rows
-    assert rows["ablation"] == rows["ablation_forced"] == 0.0
+    assert rows["ablation"] == 0.0
     assert rows["sharpness"] == rows["colour"] == rows["contrast"] == rows["brightness"] == 1.0
     assert rows["keys"] == rows["keys_truth"] == 100.0
     rows = table(walk())
@@ -96,7 +96,14 @@ def test_a_world_that_forgets_behind_its_window_loses_the_ablation():
     rows = table(there_and_back(), forgets)
     assert rows["back"] == 60.0 and rows["back_window"] < 20
     assert rows["ablation"] == pytest.approx(rows["back"] - rows["back_window"])
-    assert rows["ablation_forced"] == pytest.approx(rows["ablation"])
+
+
+def test_a_world_that_forgets_loses_the_ablation_of_the_turn_too(monkeypatch):
+    monkeypatch.setattr(acceptance, "TURN", 8)
+    monkeypatch.setattr(box_room, "TURN", 45.0)
+    truth = episode("turn", [*held("", 3), *held("left", 16)])
+    rows = table(truth, lambda frames, window: frames // 2 if window == 20 else frames)
+    assert rows["turn_quarters"] == 60.0 and rows["ablation_turn"] > 40
 
 
 def test_a_world_that_fades_or_turns_the_wrong_way_is_seen():

@@ -37,13 +37,13 @@ LATE = 64
 @dataclass(frozen=True)
 class Amount:
     """How much is run. forced_chunks: next chunks a walk; free_frames: of a walk; unseen_turn and
-    forced_ablation: the two rows for information that cost a run each. sheet_maps: strips of each
+    turn_ablation: the two rows for information that cost a run each. sheet_maps: strips of each
     kind. timed_chunks: for the row of speed."""
 
     forced_chunks: int = 16
     free_frames: int = 256
     unseen_turn: bool = True
-    forced_ablation: bool = True
+    turn_ablation: bool = True
     sheet_maps: int = 4
     timed_chunks: int = 8
 
@@ -51,7 +51,7 @@ class Amount:
 AMOUNTS = {
     "full": Amount(),
     "small": Amount(
-        forced_chunks=3, free_frames=0, unseen_turn=False, forced_ablation=False, timed_chunks=2
+        forced_chunks=3, free_frames=0, unseen_turn=False, turn_ablation=False, timed_chunks=2
     ),
 }
 
@@ -136,23 +136,32 @@ class Evaluation:
     def _turn(self, episode: Episode) -> None:
         """The second of two turns, the first being history; and the first by itself."""
         start = episode.length - TURN
-        run = Run(self.world, episode, self.steps)
-        run.follow(range(start // self.size))
-        frames = run.free(self._chunks(episode, start))
+        places = [start + TURN // 4 * (i + 1) - 1 for i in range(4)]
+        frames, quarters = self._second_turn(episode, start, places)
         first = episode.frame(start - 1)
         self.found.add("turn_first", episode, _psnr(frames[-1], first))
         opposite = episode.frame(start + TURN // 2 - 1)
         self.found.add("turn_chance", episode, _psnr(opposite, first))
-        quarters = [TURN // 4 * (i + 1) - 1 for i in range(4)]
-        for at in quarters:
-            self.found.add("turn_quarters", episode, _psnr(frames[at], episode.frame(start + at)))
+        self.found.add("turn_quarters", episode, quarters)
         self._judge(frames, episode, start)
-        places = [start + at for at in quarters]
         self._strip(f"second turn, map {_map(episode)}", episode, places, frames, start)
+        if self.amount.turn_ablation:
+            _, short = self._second_turn(episode, start, places, WINDOW)
+            self.found.add("ablation_turn", episode, quarters - short)
         if self.amount.unseen_turn:
             frames = self._start(episode).free(self._chunks(episode, episode.context, TURN))
             first = episode.frame(episode.context - 1)
             self.found.add("turn_unseen", episode, _psnr(frames[-1], first))
+
+    def _second_turn(
+        self, episode: Episode, start: int, places: list[int], window: int | None = None
+    ) -> tuple[np.ndarray, float]:
+        """Free frames from `start` on after a history of truth, and their PSNR at some places."""
+        run = Run(self.world, episode, self.steps, window)
+        run.follow(range(start // self.size))
+        frames = run.free(self._chunks(episode, start))
+        reached = [_psnr(frames[at - start], episode.frame(at)) for at in places]
+        return frames, float(np.mean(reached))
 
     def _back(self, episode: Episode) -> None:
         """There and back with all of the history and with a short window; the same noise."""
@@ -171,13 +180,6 @@ class Evaluation:
                 places = [i for i in range(first, end, 8) if episode.has(i)][-8:]
                 self._strip(f"there and back, map {_map(episode)}", episode, places, frames, first)
         self.found.add("ablation", episode, reached["back"] - reached["back_window"])
-        if self.amount.forced_ablation:
-            values = []
-            for window in (None, WINDOW):
-                run = Run(self.world, episode, self.steps, window)
-                run.follow(range((end - ENDS) // self.size))
-                values.append(mean_psnr(run.free(self._chunks(episode, end - ENDS)), truth))
-            self.found.add("ablation_forced", episode, values[0] - values[1])
 
     def _long(self, episode: Episode) -> None:
         frames = self._start(episode).free(self._chunks(episode, episode.context))

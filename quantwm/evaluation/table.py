@@ -45,7 +45,7 @@ ROWS = (
     RowSpec("back", "there and back through a door, 64+ frames apart", "dB", 20.0),
     RowSpec("back_window", "the same with a window of 16 frames", "dB"),
     RowSpec("ablation", "memory: full history over a 16-frame window", "dB", 3.0),
-    RowSpec("ablation_forced", "memory: the same from a history of truth", "dB"),
+    RowSpec("ablation_turn", "memory: the same at the quarters of the turn", "dB"),
     RowSpec("long", "long walk and back", "dB"),
     RowSpec("sharpness", "sharpness of free frames over truth's", "", 0.75, 1.25, 3),
     RowSpec("sharpness_late", "sharpness of the last 64 of them", "", None, None, 3),
