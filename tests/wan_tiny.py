@@ -29,6 +29,7 @@ VAE_22 = VaeConfig(
 WORLDS = {
     "causal_forcing": CONFIGS["causal_forcing"],
     "causal_forcing_framewise": CONFIGS["causal_forcing"],
+    "causal_forcing_long": CONFIGS["causal_forcing"],
     "matrix_game2_universal": replace(
         CONFIGS["matrix_game2_universal"], context_dim=160, context_len=5
     ),

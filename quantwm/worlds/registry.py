@@ -19,6 +19,7 @@ OFFLOADS = ("auto", "none", "vae", "blocks")
 _WAN = (
     "causal_forcing",
     "causal_forcing_framewise",
+    "causal_forcing_long",
     "matrix_game2_universal",
     "matrix_game2_gta_drive",
     "matrix_game2_templerun",

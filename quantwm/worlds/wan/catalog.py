@@ -10,6 +10,7 @@ from quantwm.worlds.wan.config import PRESETS, WanConfig
 from quantwm.worlds.wan.geometry import cache_spec
 from quantwm.worlds.wan.matrix_actions import CONTROLS
 from quantwm.worlds.wan.memory_frames import CLIP, WAN_5B
+from quantwm.worlds.wan.rolling import RollingRule
 from quantwm.worlds.wan.steering import KEYS
 from quantwm.worlds.wan.vae import VaeConfig
 
@@ -45,7 +46,8 @@ class Entry:
     Attributes:
         name, title, licence: for people. family: what its checkpoint must turn out to be.
         agree: the terms that a person agrees to before it is downloaded; "" where it is free.
-        kind: "text" (prompt only), "camera" (LingBot), "keys" (Matrix-Game-2) or "memory" (HY).
+        kind: "text" (prompt only), "camera" (LingBot), "keys" (Matrix-Game-2), "memory" (HY)
+            or "rolling" (prompt only, several chunks in flight).
         config: of the transformer. vae: of its autoencoder.
         latent: height and width of a latent frame. fps: of its training data.
         frames_per_chunk, window, sink: latent frames; window None keeps everything.
@@ -86,7 +88,7 @@ class Entry:
     @property
     def pictured(self) -> bool:
         """Whether it starts from a picture."""
-        return self.kind != "text"
+        return self.kind not in ("text", "rolling")
 
     @property
     def step_count(self) -> int:
@@ -95,7 +97,7 @@ class Entry:
 
     @property
     def keys(self) -> dict[str, str]:
-        if self.kind == "text":
+        if not self.pictured:
             return {}
         return dict(CONTROLS[self.mode].keys) if self.kind == "keys" else dict(KEYS)
 
@@ -248,6 +250,18 @@ _ALL = (
         frames_per_chunk=1,
         parts={
             "transformer": Part("zhuhz22/Causal-Forcing", "framewise/causal_forcing.pt", ema=True),
+            **_WAN21_PARTS,
+        },
+    ),
+    replace(
+        _CAUSAL_FORCING,
+        name="causal_forcing_long",
+        title="Causal-Forcing 1.3B, long video: a prompt, no controls",
+        kind="rolling",
+        window=RollingRule().cache_frames,
+        sink=RollingRule().chunk_frames,
+        parts={
+            "transformer": Part("zhuhz22/Causal-Forcing", "chunkwise/longvideo.pt"),
             **_WAN21_PARTS,
         },
     ),

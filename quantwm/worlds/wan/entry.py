@@ -15,12 +15,11 @@ from quantwm.worlds.wan import files, presets
 from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import load_clip
 from quantwm.worlds.wan.downloads import download
+from quantwm.worlds.wan.kinds import world_class
 from quantwm.worlds.wan.loading import load_transformer
-from quantwm.worlds.wan.memory_world import MemoryWorld
 from quantwm.worlds.wan.needs import room, text_encoder_bytes, weights_by_part
 from quantwm.worlds.wan.offload import offload_blocks
 from quantwm.worlds.wan.prompts import PromptEncoder
-from quantwm.worlds.wan.self_forcing_world import SelfForcingWorld
 from quantwm.worlds.wan.vae_names import load_vae
 from quantwm.worlds.wan.world import WanWorld
 
@@ -122,7 +121,7 @@ def load(
     if entry.prompted:
         text, tokenizer = (files.part_path(entry.parts[name]) for name in ("text", "tokenizer"))
         prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device)
-    kind = MemoryWorld if entry.kind == "memory" else SelfForcingWorld
+    kind = world_class(entry.kind)
     return kind(
         entry, model, vae, prompts=prompts, clip=clip, sha256=lambda: files.weights_sha256(entry),
         tile=placement.tile, vae_waits=placement.offload == "vae",

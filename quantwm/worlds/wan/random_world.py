@@ -11,9 +11,8 @@ from quantwm.errors import UserError
 from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import ClipConfig, ClipVision
+from quantwm.worlds.wan.kinds import world_class
 from quantwm.worlds.wan.loading import on_meta
-from quantwm.worlds.wan.memory_world import MemoryWorld
-from quantwm.worlds.wan.self_forcing_world import SelfForcingWorld
 from quantwm.worlds.wan.vae import WanVae
 from quantwm.worlds.wan.world import Report, WanWorld
 
@@ -57,7 +56,7 @@ def random_world(
 
 
 def _world(entry: Entry, model: nn.Module, vae: nn.Module, clip: nn.Module | None, seed: int):
-    kind = MemoryWorld if entry.kind == "memory" else SelfForcingWorld
+    kind = world_class(entry.kind)
 
     def prompts(prompt: str, report: Report) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

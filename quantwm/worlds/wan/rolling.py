@@ -91,17 +91,11 @@ class RollingForcing:
             span = slice(first * n, (last + 1) * n)
             # Chunk c entered in window c, so this is its level number window - c.
             levels = [self.steps[window - chunk] for chunk in range(first, last + 1)]
-            times = torch.tensor([s.timestep for s in levels], device=latents.device)
-            times = times.repeat_interleave(n)
-            flow = self._noisy(first, latents[span], times)
-            x0 = torch.cat([
-                to_x0(latents[span][i * n : i * n + n], flow[i * n : i * n + n], step.sigma)
-                for i, step in enumerate(levels)
-            ])  # fmt: skip
+            times, flow, x0 = self.window(first, latents[span], levels)
             clean_flow = flow[:0]
             if every_clean or window - first == depth - 1:
                 done = window - first == depth - 1
-                clean_flow = self._clean(first, x0[:n], commit=done)
+                clean_flow = self.clean(first, x0[:n], commit=done)
             for i, chunk in enumerate(range(first, last + 1)):
                 part, level = x0[i * n : i * n + n], window - chunk + 1
                 if level < depth:
@@ -109,6 +103,23 @@ class RollingForcing:
                 latents[chunk * n : chunk * n + n] = part
             traces.append(WindowTrace(first, last, times, flow, clean_flow))
         return latents, traces
+
+    def window(
+        self, first: int, x: torch.Tensor, levels: Sequence[Step]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One pass over the chunks from `first` on, each at its own noise level; writes nothing.
+
+        x: [F, C, H, W] -> per-frame timesteps [F], flow and x0, both of the shape of x.
+        """
+        n = self.rule.chunk_frames
+        times = torch.tensor([step.timestep for step in levels], device=x.device)
+        times = times.repeat_interleave(n)
+        flow = self._noisy(first, x, times)
+        x0 = torch.cat([
+            to_x0(x[i * n : i * n + n], flow[i * n : i * n + n], step.sigma)
+            for i, step in enumerate(levels)
+        ])  # fmt: skip
+        return times, flow, x0
 
     def _noisy(self, first: int, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
         """Flow of a window: the anchor just before the oldest frame used, newest frames, itself.
@@ -129,7 +140,7 @@ class RollingForcing:
         finally:
             self.cache.abort_chunk()
 
-    def _clean(self, first: int, x: torch.Tensor, commit: bool) -> torch.Tensor:
+    def clean(self, first: int, x: torch.Tensor, commit: bool) -> torch.Tensor:
         """Flow of the first chunk alone at timestep 0, and its keys and values to the cache.
 
         It sees the newest cached frames; the anchor, unmoved, as far as it is among them.

@@ -153,8 +153,10 @@ class WanWorld(ABC):
 
     def _launched(self, graphs: bool | None) -> Forward:
         cuda, spec = self.device.type == "cuda", self.spec.cache
-        if self.model.visit is not nullcontext:
-            return self.model  # weights that come and go have no fixed place to be replayed from
+        # Weights that come and go have no fixed place to be replayed from, and a flight of chunks
+        # has other shapes than a chunk.
+        if self.model.visit is not nullcontext or self.entry.kind == "rolling":
+            return self.model
         if graphs is None:
             graphs = cuda and worthwhile(self.model, spec.tokens_per_chunk)
         if not graphs:
