@@ -24,6 +24,7 @@ from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
+from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import device_named, hardware
 from kernels import fused
 from quantwm.cache import explain, make_format
@@ -179,10 +180,24 @@ def check_fused(device: torch.device) -> None:
         agree_fused(device, *shape)
 
 
+def check_staged(device: torch.device) -> None:
+    """The scratch of an attention against the history decoded alone."""
+    generator = torch.Generator(device).manual_seed(4)
+    x = clustered((40, 10_000, 128), generator)
+    own = x[:, :4680] + 1
+    for name in ("bf16", "qvg", "quantwm"):
+        cache = LayerHistory.prefilled(name, x, x.flip(1), 4680).cache
+        wanted = cache.history(0)
+        for mine, history in zip(cache.gather(0, own, own), wanted, strict=True):
+            require(torch.equal(mine[:, : history.shape[1]], history), f"{name}: staged")
+            require(torch.equal(mine[:, history.shape[1] :], own), f"{name}: the chunk's own")
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "full-size": check_full_size,
     **{"odd-size " + "x".join(map(str, s)): partial(check_odd_size, shape=s) for s in ODD_SIZES},
     "fused": check_fused,
+    "staged": check_staged,
     "bit-equal": check_two_runs_are_bit_equal,
     "host-syncs": check_one_sync_a_chunk,
     "past-2^31": check_offsets_past_2_31,
