@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from quantwm.cache.spec import CachePolicy
 from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.wan.config import PRESETS, WanConfig
-from quantwm.worlds.wan.geometry import cache_spec
+from quantwm.worlds.wan.geometry import cache_spec, key_layout
 from quantwm.worlds.wan.matrix_actions import CONTROLS
 from quantwm.worlds.wan.memory_frames import CLIP, WAN_5B
 from quantwm.worlds.wan.rolling import RollingRule
@@ -108,8 +108,9 @@ class Entry:
         a third of the frame's packed bytes.
         """
         tokens = self.config.tokens_per_frame(*self.latent)
-        cache = cache_spec(self.config, tokens, self.frames_per_chunk)
         height, width = self.latent
+        rope = key_layout(self.config, self.latent, self.kind)
+        cache = cache_spec(self.config, tokens, self.frames_per_chunk, rope)
         return WorldSpec(
             name=self.name,
             title=self.title,

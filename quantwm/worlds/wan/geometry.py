@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quantwm.cache.spec import CacheSpec
+from quantwm.cache.spec import CacheSpec, RopeLayout
 from quantwm.worlds.wan.config import WanConfig
+from quantwm.worlds.wan.rotary import THETA, axis_split
 
 
-def cache_spec(config: WanConfig, tokens_per_frame: int, frames_per_chunk: int) -> CacheSpec:
+def key_layout(config: WanConfig, latent: tuple[int, int], kind: str) -> RopeLayout | None:
+    """How positions are in the cached keys; None in long-video mode, where the first chunk's keys
+    are cached before RoPE and the others after it."""
+    if kind == "rolling":
+        return None
+    grid = latent[0] // 2, latent[1] // 2  # 2x2 patches
+    return RopeLayout(axis_split(config.head_dim), grid, THETA, baked=kind != "memory")
+
+
+def cache_spec(
+    config: WanConfig,
+    tokens_per_frame: int,
+    frames_per_chunk: int,
+    rope: RopeLayout | None = None,
+) -> CacheSpec:
     """Self-attention stream, and Matrix-Game-2's mouse and keyboard as companions."""
     return CacheSpec(
         layers=config.layers,
@@ -17,6 +32,7 @@ def cache_spec(config: WanConfig, tokens_per_frame: int, frames_per_chunk: int) 
         tokens_per_frame=tokens_per_frame,
         frames_per_chunk=frames_per_chunk,
         companions=_action_streams(config, tokens_per_frame, frames_per_chunk),
+        rope=rope,
     )
 
 
