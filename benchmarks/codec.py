@@ -90,8 +90,10 @@ def make_inputs(options: argparse.Namespace, device: torch.device) -> Inputs:
 
 
 def format_rows(
-    name: str, fmt: Format[Any], inputs: Inputs, options: argparse.Namespace, device: torch.device
-) -> list[dict[str, Any]]:
+    name: str, fmt: Format[Any], inputs: Inputs, options: argparse.Namespace,
+    device: torch.device, encoded: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """encoded: time the encodes too, not the decode alone."""
     generator = torch.Generator().manual_seed(0)
     warm = [fmt.fit(x, generator, None) for x in (inputs.keys, inputs.values)]
 
@@ -132,6 +134,7 @@ def format_rows(
         _row(name, step, packed, read, errors,
              measure(run, device, options.repeats, returned[made]))
         for (step, made), run in timed.items()
+        if encoded or step == "decode"
     ]  # fmt: skip
 
 

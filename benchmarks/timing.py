@@ -11,6 +11,7 @@ import torch
 from quantwm.errors import UserError
 
 FLUSH_BYTES = 256 << 20  # five times the 50 MB L2 of an H200
+SLOW_MS = 500.0  # of one thing's repetitions
 LEAD_CYCLES = 8_000_000  # about 4 ms of a busy device, in which the host queues what is timed
 
 
@@ -36,13 +37,16 @@ class Timing:
 def measure(
     run: Callable[[], object], device: torch.device, repeats: int, keep_bytes: int = 0
 ) -> Timing:
-    """Time run() `repeats` times after three warm-up runs.
+    """Time run() `repeats` times after three warm-up runs; a slow one fewer times, half a second.
 
     On a GPU each run starts with a flushed L2 and is timed by events. keep_bytes: bytes of run's
     own outputs that it allocates; the peak is what it took beyond these (GPU only).
     """
     for _ in range(3):
         run()
+    if device.type == "cuda":
+        slow = int(SLOW_MS / max(_time_cuda(run, 0), 1e-3))
+        repeats = min(repeats, max(slow, 5))
     peak = _peak(run, device, keep_bytes)
     if device.type == "cuda":
         spent = sorted(_time_cuda(run, LEAD_CYCLES) for _ in range(repeats))
