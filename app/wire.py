@@ -112,7 +112,9 @@ def hello_fields(
         "modes": MODES,
         "upload": catalogue.accepts_picture,
         "prompts": list(catalogue.prompts),
-        "scripts": [{"name": s.name, "title": s.title} for s in catalogue.scripts],
+        "scripts": [
+            {"name": s.name, "title": s.title, "scene": s.scene} for s in catalogue.scripts
+        ],
         "worlds": [card_fields(card) for card in worlds],
         "defaults": {
             "scene": catalogue.scene,

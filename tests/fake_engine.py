@@ -245,7 +245,7 @@ class FakeBackend:
             seed=0,
             scene="hall",
             device="cpu",
-            scripts=(Script("loop", "Walk and turn", "w-8, right-4"),),
+            scripts=(Script("loop", "Walk and turn", "w-8, right-4", "gate"),),
         )
 
     def open(

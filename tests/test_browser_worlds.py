@@ -157,6 +157,7 @@ def test_a_script_plays_until_a_key_is_held(open_page, server) -> None:
     drive(page)
     engine = engine_of(server)
     until(lambda: len(engine.actions) >= 4, "the script and more")
+    assert engine.settings.scene == "gate", "a script starts where it was written for"
     held = [action.frames[0] for action in engine.actions[:4]]
     assert held == [{"w"}, {"w"}, {"right"}, frozenset()], "8 latent frames of w, 4 of right"
 

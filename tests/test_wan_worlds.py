@@ -148,7 +148,7 @@ def test_what_is_missing_is_named(tiny: str) -> None:
 
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_download_fetches_what_is_missing_with_progress(
-    tiny: str, monkeypatch: pytest.MonkeyPatch
+    tiny: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     hub = pytest.importorskip("huggingface_hub")
     entry = catalog.ENTRIES["tiny"]
@@ -175,12 +175,20 @@ def test_download_fetches_what_is_missing_with_progress(
     monkeypatch.setattr(downloads, "LOOK_SECONDS", 0.01)
     stages: list[tuple[str, float]] = []
     registry.download_world("tiny", agreed=True, progress=lambda *stage: stages.append(stage))
-    assert asked == [(entry.parts["vae"].repo, entry.parts["vae"].path)]
+    asked_once = [(entry.parts["vae"].repo, entry.parts["vae"].path)]
+    assert asked == asked_once
     assert stages[-1][1] == 1.0 and "vae" in stages[0][0]
     shares = [share for _, share in stages[:-1]]
     assert any(0.4 < share < 0.6 for share in shares), "half had arrived for a while"
     assert shares == sorted(shares)
     assert world_presence("tiny").present
+    vae.unlink()
+    assert main(["download", "--world", "tiny"]) == 2
+    assert "add --agree" in capsys.readouterr().err and asked == asked_once
+    assert main(["download", "--world", "tiny", "--agree"]) == 0
+    assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["present"]
+    assert asked == 2 * asked_once
+    assert main(["download", "--world", "embedded"]) == 0
 
 
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)

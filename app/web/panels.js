@@ -60,6 +60,16 @@ class Choices {
       this.explain();
       this.onChange();
     });
+    input("script").addEventListener("input", () => {
+      // A script starts where it was written for.
+      const script = this.hello.scripts.find((one) => one.name === input("script").value);
+      const tile = script && $$(".qwm-scene").find((one) => one.dataset.scene === script.scene);
+      if (!tile) return;
+      this.scene = script.scene;
+      this.picture = null;
+      this.mark();
+      if (state.phase === "idle" || state.phase === "ended") poster();
+    });
     input("prompt").addEventListener("input", () => {
       this.count();
       this.onChange();

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "bytes by part, ratios and peak, before anything is allocated",
     "evaluate-world": "the embedded world's acceptance table, or its statistics, beside the truth",
     "check-golden": "every model family against golden tensors, within their tolerances",
+    "download": "fetch a published world's files, its licence agreed to where it asks",
     "worlds": "worlds, their licence, the memory they need and what is present",
 }
 """Name and help of each command; quantwm/cli/<name>.py (- as _) has add_arguments and run."""

@@ -68,7 +68,8 @@ def require(entry: Entry) -> None:
     found = presence(entry)
     if found.problem is not None:
         raise UserError(
-            f"{entry.name} cannot be loaded: {found.problem}; download it first (into {_root})"
+            f"{entry.name} cannot be loaded: {found.problem}; download it first (on the page, or "
+            f"python -m quantwm download --world {entry.name}; into {_root})"
         )
 
 
