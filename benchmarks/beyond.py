@@ -44,12 +44,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/beyond"), help="folder to write to")
     parser.add_argument("--scenes", type=int, default=32, help="start scenes x seeds x walks")
     parser.add_argument("--chunks", type=int, default=22, help="of a free run; 22 are 10 s")
-    parser.add_argument("--taught", type=int, default=22, help="chunks of a teacher-forced run")
+    parser.add_argument("--taught", type=int, default=8, help="chunks of a teacher-forced run")
     parser.add_argument("--revisits", type=int, default=8, help="true episodes of each kind")
     parser.add_argument("--recorded", type=int, default=24, help="chunks recorded; 0 for none")
     parser.add_argument("--tensors", type=Path, nargs="*", default=[], help="more recordings")
     parser.add_argument("--methods", help="of the recordings, instead of all")
-    parser.add_argument("--lanes", default=",".join(LANES), help="of the rollouts")
+    parser.add_argument("--lanes", default="quantwm,qtc-small,qtc", help="of the free runs")
+    parser.add_argument("--few", default="quantwm,qtc", help="of the taught runs and the recall")
     parser.add_argument("--truth", type=Path, default=Path("assets/truth"))
     parser.add_argument("--random", help="preset of random weights instead of the shipped ones")
     parser.add_argument("--processes", type=int, help="that share the device; 10 on a GPU")
@@ -59,9 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     began, device = time.time(), device_named(options.device)
-    lanes = tuple(name.strip() for name in options.lanes.split(","))
-    if not set(lanes) <= set(LANES):
-        raise UserError(f"--lanes takes {', '.join(LANES)}, got {options.lanes}")
+    lanes, few = _lanes(options.lanes), _lanes(options.few)
     source = WorldSource(random_preset=options.random)
     world = source.load(device)
     wanted = split_methods(options.methods) if options.methods else beyond_study.METHODS
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if options.recorded:
             files["the world's own"] = beyond_study.record(world, Path(folder), options.recorded)
         studies = [(name, method) for name in files for method in methods]
-        episodes, jobs = _jobs(world, options, lanes)
+        episodes, jobs = _jobs(world, options, {"free": lanes, "taught": few})
         tasks: list[Task[Any]] = [
             task_of(beyond_study.study_method, files[name], method) for name, method in studies
         ]
@@ -93,7 +92,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "not_begun": sum(found is None for found in done),
         "study": {name: [row for n, row in rows if n == name] for name in files},
         "free": _fidelity(rollouts, "free", lanes, world.spec.fps),
-        "taught": _fidelity(rollouts, "taught", lanes, world.spec.fps),
+        "taught": _fidelity(rollouts, "taught", few, world.spec.fps),
         "recall": revisit.recall(world, episodes, _of(rollouts, "revisit-whole")),
         "seconds": round(time.time() - began, 1),
     }
@@ -109,8 +108,15 @@ def _of(results: Sequence[JobResult], experiment: str) -> list[JobResult]:
     return [result for result in results if result.job.experiment == experiment]
 
 
+def _lanes(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not set(names) <= set(LANES):
+        raise UserError(f"--lanes and --few take {', '.join(LANES)}, got {text}")
+    return names
+
+
 def _jobs(
-    world: World, options: argparse.Namespace, lanes: tuple[str, ...]
+    world: World, options: argparse.Namespace, lanes: dict[str, tuple[str, ...]]
 ) -> tuple[list[Any], list[Job]]:
     """Rollouts by turns, free and taught, so that a limit on time takes scenes from both."""
     scale = _scale(options)
@@ -121,11 +127,12 @@ def _jobs(
                 frames = chunks * world.spec.cache.frames_per_chunk
                 text = ", ".join([unit.script] * (1 + frames // 88))
                 actions = script(text, chunks, world)
-                own = (unit.label, unit.scene, unit.seed, actions, lanes, MODES[name])
+                own = (unit.label, unit.scene, unit.seed, actions, lanes[name], MODES[name])
                 jobs.append(Job(name, *own))
     episodes = revisit.load_tasks(options.truth, scale, world) if options.revisits else []
     recalls = revisit.revisit_jobs(world, episodes, ())
-    jobs += [replace(job, lanes=lanes) for job in recalls if job.experiment == "revisit-whole"]
+    few = lanes["taught"]
+    jobs += [replace(job, lanes=few) for job in recalls if job.experiment == "revisit-whole"]
     return episodes, jobs
 
 

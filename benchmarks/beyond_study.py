@@ -21,7 +21,7 @@ from quantwm.worlds.base import World
 
 METHODS = (
     "rtn", "kivi", "qvg", "qvg-pro", "quantwm", "qtc:small", "qtc", "qtc:large",
-    "quantwm:psac=false", "quantwm:clip=0.7", "quantwm:unrotate=true", "quantwm:unrotated",
+    "quantwm:psac=false", "quantwm:clip=0.7",
     "qtc:without-unrotation", "qtc:without-queries", "qtc:without-averaging", "qtc:without-bases",
     "qtc:without-gains", "qtc:without-means", "qtc:by-attention", "qtc:by-output",
 )  # fmt: skip
