@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from quantwm.cache.plan import Workload, plan_method
 from quantwm.errors import UserError
 from quantwm.study import study
 from quantwm.tensor_files import load_tensors
-from tests.cache_helpers import LASTING, SPEC, make_cache, packed_tensors, run_chunk, same_bytes
+from tests.cache_helpers import (
+    LASTING,
+    SPEC,
+    make_cache,
+    packed_tensors,
+    qkv,
+    run_chunk,
+    same_bytes,
+)
 
 WIDE = replace(SPEC, tokens_per_frame=24)
 """48 tokens a chunk: enough for 4 centroids to fit the next chunk as well as this one."""
@@ -276,3 +285,34 @@ def test_qvg_codebooks_last_too() -> None:
     _scene(cache, 0, chunks=5)
     assert len(cache._segments) == 5 and _books(cache) == [1, 1]
     assert len(packed_tensors(cache)) == 5 * 4 * 5
+
+
+@pytest.mark.parametrize("where", ["chunk.residual_power", "kv_cache.moment"])
+def test_a_write_that_fails_after_fitting_can_be_made_again(where: str) -> None:
+    """The first codebooks draw their start, and the draw is taken back with the write."""
+    cache, twin = _lasting(), _lasting()
+    cache.begin_chunk(0, 2)
+    q, k, v = qkv(0, 48, cache.spec)
+    failure = torch.OutOfMemoryError("injected")
+    with (
+        mock.patch(f"quantwm.cache.{where}", side_effect=failure),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        cache.attend(0, q, k, v, clean=True)
+    cache.abort_chunk()
+    for each in (cache, twin):
+        run_chunk(each)
+    assert same_bytes(cache, twin)
+    again, other = _lasting(), _lasting()
+    again.begin_chunk(0, 2)
+    other.begin_chunk(0, 2)
+    with (
+        mock.patch(f"quantwm.cache.{where}", side_effect=failure),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        again.attend(0, q, k, v, clean=True)
+    for each in (again, other):
+        for layer in range(each.spec.layers):
+            each.attend(layer, q, k, v, clean=True)
+        each.finalize_chunk()
+    assert same_bytes(again, other)

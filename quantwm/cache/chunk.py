@@ -126,27 +126,22 @@ def encode_pair(
 ) -> tuple[tuple[Any, Any], BookPair]:
     """Encode one slot's chunk, against its span's codebooks or, if it opens the span, new ones.
 
-    k, v: bfloat16 [H, N, D]. On failure the generator is as it was.
+    k, v: bfloat16 [H, N, D]. On failure the caller puts the generator back.
     """
-    state = generator.get_state()
-    try:
-        pair = books.pairs.get(slot, (None, None))
-        if slot not in books.pairs or books.span != guide.span.number:
-            refits = guide.span.refits
-            kept = [
-                last is not None and refits is not None and 2 * slot + role not in refits
-                for role, last in enumerate(pair)
-            ]
-            pair = tuple(
-                last if keep else fmt.fit(x, generator, last)
-                for x, last, keep in zip((k, v), pair, kept, strict=True)
-            )
-        queries = guide.of_slot(slot)
-        keys = fmt.encode(k, pair[0], "keys", queries)
-        values = fmt.encode(v, pair[1], "values", queries)
-    except BaseException:
-        generator.set_state(state)
-        raise
+    pair = books.pairs.get(slot, (None, None))
+    if slot not in books.pairs or books.span != guide.span.number:
+        refits = guide.span.refits
+        kept = [
+            last is not None and refits is not None and 2 * slot + role not in refits
+            for role, last in enumerate(pair)
+        ]
+        pair = tuple(
+            last if keep else fmt.fit(x, generator, last)
+            for x, last, keep in zip((k, v), pair, kept, strict=True)
+        )
+    queries = guide.of_slot(slot)
+    keys = fmt.encode(k, pair[0], "keys", queries)
+    values = fmt.encode(v, pair[1], "values", queries)
     return (keys, values), pair
 
 

@@ -215,8 +215,20 @@ class KVCache(Held, Savable):
         return chunk.guide
 
     def _write(self, write: LayerWrite) -> None:
-        """Encode one slot's share of the open chunk and hold it as pending."""
+        """Encode one slot's share of the open chunk and hold it as pending.
+
+        On failure, at whatever point, k-means' generator is as it was and the call can be made
+        again.
+        """
         chunk = self._require_open("a clean pass")
+        state = self._generator.get_state()
+        try:
+            self._encode(chunk, write)
+        except BaseException:
+            self._generator.set_state(state)
+            raise
+
+    def _encode(self, chunk: OpenChunk, write: LayerWrite) -> None:
         slot = checks.slot_of(self.spec, write.layer, write.stream)
         q = write.q if self.fmt.uses_queries else None
         checks.check_finite(chunk, write, queries=q is not None or self._learner is not None)
