@@ -9,6 +9,10 @@ from quantwm.cache.dispatch import fused_kernel, note_fallback
 from quantwm.cache.formats.base import Fusible
 from quantwm.cache.reading import Reading
 
+UNPROVEN = ("affine",)
+"""Sides that the kernel computes but that attention is not trusted to: on an H200 (2026-11-29) two
+runs with PSAC rows differed. `python -m benchmarks gpu-check` tries them ("fused")."""
+
 Shown = tuple[Side, Side, int, int]
 """Keys and values of a segment, and the tokens of it that are seen."""
 
@@ -40,7 +44,9 @@ def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:
             continue
         if not isinstance(fmt, Fusible):
             return f"the format {fmt.name} has no fused form"
-        spans = segment.keys[reading.slot], segment.values[reading.slot]
-        shown.append((fmt.side(spans[0]), fmt.side(spans[1]), start, stop))
+        sides = [fmt.side(s) for s in (segment.keys[reading.slot], segment.values[reading.slot])]
+        if any(side.kind in UNPROVEN for side in sides):
+            return f"the fused kernel is not proven for {fmt.name}"
+        shown.append((*sides, start, stop))
     own = (Side("plain", t.to(q.dtype)) for t in (reading.k, reading.v))
     return [*shown, (*own, 0, reading.k.shape[1])]
