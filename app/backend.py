@@ -160,6 +160,12 @@ LANES: Mapping[str, LaneChoice] = {
         LaneChoice("kivi", "kivi", "KIVI", "2-bit, by channel and token"),
         LaneChoice("rtn", "rtn", "RTN", "2-bit, nearest level"),
         LaneChoice("qvg-pro", "qvg-pro", "QVG Pro", "four residual stages"),
+        LaneChoice("bf16-floor", "bf16:floor", "Noise floor", "BF16, another attention kernel"),
     )
 }
 """Words for the lanes that the library may offer."""
+
+
+def methods(lanes: Sequence[str]) -> list[str]:
+    """The cache methods behind the page's names of lanes."""
+    return [LANES[name].method if name in LANES else name for name in lanes]

@@ -16,7 +16,7 @@ import torch
 
 from app import limits
 from app.address import is_loopback
-from app.backend import Catalogue, Progress, Settings, WorldCard
+from app.backend import Catalogue, Progress, Settings, WorldCard, methods
 from app.controls import whole
 from app.offers import WorldOffers
 from app.one_thread import OneThread, PinnedEngine
@@ -130,7 +130,7 @@ class LibraryBackend:
             world.report = progress
         return Engine(
             world,
-            lanes_for(spec, settings.lanes),
+            lanes_for(spec, methods(settings.lanes)),
             seed=settings.seed,
             scene=settings.scene if picture is None else None,
             image=None if picture is None else self._fitted(picture, spec),

@@ -89,7 +89,8 @@ class WorldOffers:
         scene = self._scene if proposed else None
         if scene is not None and scene not in known:
             raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
-        offered = [*self._lanes, *(name for name in FORMATS if name not in self._lanes)]
+        known_lanes = [*FORMATS, *(name for name in LANES if name not in FORMATS)]
+        offered = [*self._lanes, *(name for name in known_lanes if name not in self._lanes)]
         first = known[0] if known else None
         return Catalogue(
             world=spec,
