@@ -10,6 +10,7 @@ import torch
 
 from quantwm.cache import CachePolicy, KVCache, make_format
 from quantwm.cache.formats import FORMATS, split_method
+from quantwm.cache.score_correction import ScoreCorrection
 from quantwm.engine import Engine
 from quantwm.lanes import lanes_for
 from quantwm.report.jobs import script
@@ -23,21 +24,26 @@ METHODS = (
     "rtn", "kivi", "qvg", "qvg-pro", "quantwm", "qtc:small", "qtc", "qtc:large",
     "quantwm:psac=false", "quantwm:clip=0.7",
     "qtc:without-unrotation", "qtc:without-queries", "qtc:without-averaging", "qtc:without-bases",
+    "rtn+bias", "qvg+bias", "quantwm+bias", "qtc+bias",
     "qtc:without-gains", "qtc:without-means", "qtc:by-attention", "qtc:by-output",
 )  # fmt: skip
-"""All caches at their budgets; what of QuantWM can be had alone; qtc without one ingredient."""
+"""All caches at their budgets; what of QuantWM can be had alone; scores corrected for noise
+("+bias"); qtc without one ingredient."""
+BIAS = "+bias"
 
 COLD_TOKENS = 1536
 """What lies in the history up to here is the cold start: 8 chunks of the embedded world."""
 
 LAYERS = (1, 3, 7, 8)
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, [H, N, D]."""
 
 
 def known_methods(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those that this version has, and those that it has not."""
     have, missing = [], []
     for method in wanted:
-        name, settings = split_method(method)
+        name, settings = split_method(method.removesuffix(BIAS))
         try:
             make_format(name, **settings)
         except ValueError:
@@ -73,7 +79,8 @@ def study_method(world: World, path: Path, method: str) -> dict[str, Any]:
     tensors = load_tensors(path)
     size = tensors.metadata_int("chunk_tokens") or world.spec.cache.tokens_per_chunk
     spec = study_spec(tensors, size)
-    name, settings = split_method(method)
+    name, settings = split_method(method.removesuffix(BIAS))
+    correction = ScoreCorrection() if method.endswith(BIAS) else None
     settings = {**world.spec.format_settings.get(name, {}), **settings}
     policy = CachePolicy(span_tokens=world.spec.policy.span_tokens)
     cache = KVCache(spec, make_format(name, **settings), policy, device=world.device)
@@ -85,11 +92,32 @@ def study_method(world: World, path: Path, method: str) -> dict[str, Any]:
             now = slice(start, start + size)
             if start:
                 current, past = (k[:, now], v[:, now]), (k[:, :start], v[:, :start])
-                found = compare_reads(q[:, now], current, past, cache.history(slot))
-                reads[slot].append((start, *found))
+                decoded = cache.history(slot)
+                logit, shift, output = compare_reads(q[:, now], current, past, decoded)
+                if correction is not None:
+                    bias = correction(slot, "self", q[:, now].float(), start)
+                    output = _output_error(q[:, now], current, past, decoded, bias)
+                reads[slot].append((start, logit, shift, output))
             cache.attend(slot, q[:, now], k[:, now], v[:, now], clean=True)
         cache.finalize_chunk()
+        if correction is not None:
+            for slot, (_, k, _) in enumerate(layers):
+                correction.learn(slot, "self", k[:, now], cache.history(slot)[0][:, -size:])
     return _summary(method, cache, layers, list(tensors.layers), reads)
+
+
+def _output_error(
+    q: torch.Tensor, current: Pair, past: Pair, decoded: Pair, bias: torch.Tensor
+) -> float:
+    """Relative error of the attention's output with the scores of decoded keys corrected."""
+    scale = q.shape[-1] ** -0.5
+    own = q.float() @ current[0].float().mT * scale
+    outputs = []
+    for (keys, values), added in ((past, 0.0), (decoded, bias)):
+        scores = torch.cat((q.float() @ keys.float().mT * scale + added, own), -1)
+        everything = torch.cat((values.float(), current[1].float()), 1)
+        outputs.append(torch.softmax(scores, -1) @ everything)
+    return relative_error(*outputs)
 
 
 def _summary(
