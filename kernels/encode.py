@@ -1,4 +1,9 @@
-"""Encode and pack: QVG's ternary residual, QuantWM's affine residual with its PSAC rows."""
+"""Encode and pack: QVG's ternary residual, QuantWM's affine residual with its PSAC rows.
+
+Floors, 40 x 4,680 x 128 on an H200 that copies 4,263 GB/s: ternary reads 48 MB and writes 7, 13 us;
+affine reads the tokens twice, for the largest scale first, 25 us. Reached: 0.033 ms, 39%, and with
+PSAC 0.143 ms, 17%.
+"""
 
 from __future__ import annotations
 

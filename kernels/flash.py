@@ -1,8 +1,9 @@
 """Attention that decodes packed keys and values in registers: fused, without a scratch.
 
-Floor (operations): 4 Nq Nk D per head on the tensor cores, the same for BF16 keys and values. A
-packed tile costs on top, per key or value element and program, about 3 instructions of packed BF16
-arithmetic and a sixteenth of a 32-byte centroid load; a program's queries share them.
+Floor (operations): 4 Nq Nk D per head on the tensor cores (989 TFLOP/s by an H200's datasheet),
+packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys: BF16 475 TFLOP/s, 48%; packed,
+before its loads went ahead of the products, 157 and 140 TFLOP/s, 16% and 14% (cuDNN's BF16: 61%).
+A packed tile costs on top about 3 instructions an element, which a program's queries share.
 """
 
 from __future__ import annotations

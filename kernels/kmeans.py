@@ -1,4 +1,9 @@
-"""Centroid assignment (nearest, or QSAC's range score) and the deterministic centroid update."""
+"""Centroid assignment (nearest, or QSAC's range score) and the deterministic centroid update.
+
+Floors, 40 x 4,680 x 128 with 256 centroids on an H200 (989 TFLOP/s BF16 by its datasheet): a dot
+of all tokens with all centroids is 12.3 GFLOP, 12 us; assignment to float32 means takes two, for
+their two BF16 parts. Reached: assign 0.076 ms, 33%; update 0.079 ms with the means, 16%.
+"""
 
 from __future__ import annotations
 
