@@ -128,7 +128,7 @@ def _world(world: World, methods: Sequence[str], options: argparse.Namespace) ->
     marks: dict[str, dict[int, list[float]]] = {method: {} for method in methods}
     for number, scene in enumerate(scenes):
         print(f"{scene}", file=sys.stderr)
-        frames = options.frames if number == 0 else EARLY[-1][1]
+        frames = max(options.frames if number == 0 else 0, EARLY[-1][1])
         _play(world, methods, scene, frames, options, errors, marks)
     return {
         "name": options.world,
