@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from quantwm.errors import UserError
 
@@ -34,6 +35,9 @@ ADAPTERS = {
     "actions_hy_worldplay": f"{_WAN}_parts:hy_worldplay_actions",
     "actions_lingbot_world": f"{_WAN}_parts:lingbot_world_actions",
 }
+MAX_UNPACKED_BYTES = 64 * 2**20
+"""Of a compressed golden file, and of what its decompressor may hold; the largest has 1.5 MB."""
+
 DEFAULT_TOLERANCE = {"max_abs": 1e-4, "relative_rms": 2e-5}  # FP32, where a sidecar names none
 
 
@@ -67,13 +71,37 @@ class GoldenSet:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file; UserError when it is missing or broken."""
-    if not path.is_file():
-        raise UserError(f"no golden file {path.name} in {path.parent}")
+    """All tensors of NAME.safetensors, or of NAME.safetensors.xz where only that is there.
+
+    Raises:
+        UserError: the file is missing, broken, or unpacks to more than MAX_UNPACKED_BYTES.
+    """
+    packed = path.with_name(path.name + ".xz")
+    if not path.is_file() and not packed.is_file():
+        raise UserError(f"no golden file {path.name} (or {packed.name}) in {path.parent}")
     try:
-        return load_file(path)
+        return load_file(path) if path.is_file() else load(_unpack(packed))
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path.name} is not a whole safetensors file ({error})") from None
+
+
+def _unpack(packed: Path) -> bytes:
+    """The bytes of an xz file; memory stays within a few times MAX_UNPACKED_BYTES."""
+    if packed.stat().st_size > MAX_UNPACKED_BYTES:
+        raise UserError(f"{packed.name} is too large; unpack it with xz --decompress")
+    unpacker = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_UNPACKED_BYTES)
+    try:
+        data = unpacker.decompress(packed.read_bytes(), max_length=MAX_UNPACKED_BYTES + 1)
+    except lzma.LZMAError as error:
+        raise UserError(f"{packed.name} is not a readable xz file ({error})") from None
+    if len(data) > MAX_UNPACKED_BYTES:
+        limit = MAX_UNPACKED_BYTES // 2**20
+        raise UserError(
+            f"{packed.name} holds more than {limit} MiB; unpack it with xz --decompress"
+        )
+    if not unpacker.eof:
+        raise UserError(f"{packed.name} is cut off; fetch it again")
+    return data
 
 
 @dataclass
