@@ -104,8 +104,9 @@ def _agree(
 ) -> None:
     shown = [(k[0], v[0], start, stop) for k, v, start, stop in segments]
     mine = fused.fused(q, shown, q.shape[2] ** -0.5)
-    again = fused.fused(q, shown, q.shape[2] ** -0.5)
-    require(torch.equal(mine, again), f"fused {name}: two runs differ")
+    if q.is_cuda:
+        again = fused.fused(q, shown, q.shape[2] ** -0.5)
+        require(torch.equal(mine, again), f"fused {name}: two runs differ")
     keys = torch.cat([k[1][:, start:stop] for k, _, start, stop in segments], dim=1)
     values = torch.cat([v[1][:, start:stop] for _, v, start, stop in segments], dim=1)
     error = relative_error(mine, _staged(q, keys, values))

@@ -49,9 +49,7 @@ def test_update_in_parts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     agree_update(kmeans, case, reference.assign(case.x, case.centroids))
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 70, 40, 128, 64, 4, 16), (1, 130, 129, 64, 16, 3, 5), (3, 33, 1, 64, 64, 1, 1)]
-)
+@pytest.mark.parametrize("shape", [(2, 70, 40, 128, 64, 4, 16), (1, 130, 129, 64, 16, 3, 5)])
 def test_fused_attention(shape: tuple[int, ...]) -> None:
     agree_fused("cpu", *shape)
 
