@@ -29,7 +29,7 @@ from quantwm.cache.formats.qtc_learner import (
 )
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
 from quantwm.cache.formats.qtc_planes import BLOCK, WORD
-from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache.formats.qtc_span import QtcSpan, cut_all, join_all
 from quantwm.cache.formats.qtc_statistics import SlotStatistics, moment_bytes, statistics_bytes
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.spec import RopeLayout
@@ -225,10 +225,19 @@ class QtcFormat:
         return None if self.output_metric is None else weighed_by(self.output_metric(known.slot))
 
     def join(self, first: QtcSpan, second: QtcSpan) -> QtcSpan:
-        return first.joined(second)
+        return join_all([first], [second])[0]
+
+    def join_all(self, firsts: Sequence[QtcSpan], seconds: Sequence[QtcSpan]) -> list[QtcSpan]:
+        return join_all(firsts, seconds)
+
+    def cut_all(self, spans: Sequence[QtcSpan], start: int, stop: int) -> list[QtcSpan]:
+        return cut_all(spans, start, stop)
 
     def select(self, span: QtcSpan, keep: slice | Tensor) -> QtcSpan:
-        return span.select(keep)
+        if isinstance(keep, slice):
+            start, stop, _ = keep.indices(span.tokens)
+            return cut_all([span], start, stop)[0]
+        return span.picked(keep)
 
     def settle(self, spans: Sequence[QtcSpan]) -> list[QtcSpan]:
         return list(spans)

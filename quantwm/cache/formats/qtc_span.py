@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -12,6 +16,7 @@ from quantwm.cache.dispatch import Decode, qtc_kernels
 from quantwm.cache.formats import qtc_coder, qtc_gain, qtc_levels
 from quantwm.cache.formats.qtc_basis import Basis
 from quantwm.cache.formats.qtc_tokens import gain_table, plain_basis, turning
+from quantwm.cache.formats.rows import cut_rows, join_rows
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import RopeLayout
 
@@ -47,22 +52,8 @@ class QtcSpan:
     def tokens(self) -> int:
         return self.gains.shape[1]
 
-    def joined(self, later: QtcSpan) -> QtcSpan:
-        before = self.tokens
-        return replace(
-            self,
-            codes=torch.cat((self.codes, later.codes), dim=1),
-            gains=torch.cat((self.gains, later.gains), dim=1),
-            mean_codes=torch.cat((self.mean_codes, later.mean_codes), dim=1),
-            mean_scales=torch.cat((self.mean_scales, later.mean_scales), dim=1),
-            chunk_stops=torch.cat((self.chunk_stops, later.chunk_stops + before)),
-            chunk_tokens=self.chunk_tokens + later.chunk_tokens,
-            positions=self.positions and self.positions.joined(later.positions),
-        )
-
-    def select(self, keep: slice | Tensor) -> QtcSpan:
-        """The tokens in a range, or at ascending int64 positions (a CPU tensor)."""
-        kept = torch.arange(self.tokens)[keep] if isinstance(keep, slice) else keep
+    def picked(self, kept: Tensor) -> QtcSpan:
+        """The tokens at ascending int64 positions (a CPU tensor)."""
         stops = torch.tensor(self.chunk_tokens).cumsum(0)
         counts = torch.searchsorted(kept, stops).diff(prepend=torch.zeros(1, dtype=torch.long))
         chunks = counts.nonzero().flatten()
@@ -76,7 +67,7 @@ class QtcSpan:
             mean_scales=self.mean_scales.index_select(1, held),
             chunk_stops=counts[chunks].cumsum(0).to(device, torch.int32),
             chunk_tokens=tuple(counts[chunks].tolist()),
-            positions=self.positions and self.positions.select(keep),
+            positions=self.positions and self.positions.select(kept),
         )
 
     def thinned(self, step: int) -> Tensor:
@@ -138,3 +129,64 @@ class QtcSpan:
         if self.rope is not None and self.positions is not None:
             rotate_(x, turns(self.rope, self.positions, start, stop, x.device))
         out[:, offset : offset + stop - start] = x
+
+
+def join_all(firsts: Sequence[QtcSpan], seconds: Sequence[QtcSpan]) -> list[QtcSpan]:
+    """Every first span with its second behind it; both of one basis."""
+    before = firsts[0].tokens
+    later = (torch.stack([s.chunk_stops for s in seconds]) + before).split(1)
+    parts = (
+        join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
+        join_rows([f.gains for f in firsts], [s.gains for s in seconds]),
+        *(
+            join_rows([pick(f) for f in firsts], [pick(s) for s in seconds], anywhere=True)
+            for pick in (attrgetter("mean_codes"), attrgetter("mean_scales"))
+        ),
+        join_rows([f.chunk_stops.unsqueeze(0) for f in firsts], later, anywhere=True),
+    )
+    return [
+        replace(
+            first,
+            codes=codes,
+            gains=gains,
+            mean_codes=mean_codes,
+            mean_scales=mean_scales,
+            chunk_stops=stops.squeeze(0),
+            chunk_tokens=first.chunk_tokens + second.chunk_tokens,
+            positions=first.positions and first.positions.joined(second.positions),
+        )
+        for first, second, codes, gains, mean_codes, mean_scales, stops in zip(
+            firsts, seconds, *parts, strict=True
+        )
+    ]
+
+
+def cut_all(spans: Sequence[QtcSpan], start: int, stop: int) -> list[QtcSpan]:
+    """Tokens start..stop-1 of every span; alike in their chunks. Nothing comes from the host."""
+    if start >= stop:
+        return [span.picked(torch.arange(0)) for span in spans]
+    stops = list(accumulate(spans[0].chunk_tokens))
+    chunks = slice(bisect_right(stops, start), bisect_left(stops, stop) + 1)
+    kept = [min(s, stop) - start for s in stops[chunks]]
+    tokens = tuple(b - a for a, b in pairwise((0, *kept)))
+    moved = torch.stack([span.chunk_stops for span in spans])[:, chunks] - start
+    parts = (
+        cut_rows([span.codes for span in spans], start, stop),
+        cut_rows([span.gains for span in spans], start, stop),
+        cut_rows([span.mean_codes for span in spans], chunks.start, chunks.stop, anywhere=True),
+        cut_rows([span.mean_scales for span in spans], chunks.start, chunks.stop, anywhere=True),
+        moved.clamp_(max=stop - start).unbind(0),
+    )
+    return [
+        replace(
+            span,
+            codes=codes,
+            gains=gains,
+            mean_codes=mean_codes,
+            mean_scales=mean_scales,
+            chunk_stops=ends,
+            chunk_tokens=tokens,
+            positions=span.positions and span.positions.select(slice(start, stop)),
+        )
+        for span, codes, gains, mean_codes, mean_scales, ends in zip(spans, *parts, strict=True)
+    ]
