@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from torch.nn import functional
 
+from quantwm.cache.attention import attention
 from quantwm.cache.kv_cache import KVCache
 from quantwm.worlds.wan.prope import Cameras, apply
 from quantwm.worlds.wan.rotary import frame_angles, rotate
@@ -16,8 +16,8 @@ Grid = tuple[int, int]
 
 
 def softmax_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """q [H, Nq, D], k and v [H, Nk, D] -> [H, Nq, D]."""
-    return functional.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+    """q [H, Nq, D], k and v [H, Nk, D] -> [H, Nq, D], by the backend that the cache would take."""
+    return attention(q, k, v)
 
 
 class Positions:
