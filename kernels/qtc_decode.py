@@ -61,36 +61,56 @@ def _levels(
 
 
 @triton.jit
-def _rows(
-    rows_ptr, scales_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, PART: tl.constexpr,
-    NB: tl.constexpr, D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+def rows_qtc_kernel(
+    out_ptr, out_stride_h, out_stride_part, rows_ptr, scales_ptr, NB: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    """Every second synthesis row of some blocks, from PART on, as two operands: even channels and
-    odd channels, [8 * BLOCKS, D / 2]."""
-    row = 16 * FIRST + PART + 2 * tl.arange(0, 8 * BLOCKS)
-    there = row < 16 * NB
-    at = rows_ptr + row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
-    both = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
-    scale = tl.load(scales_ptr + row, mask=there, other=0.0).to(tl.float32)[:, None]
+    """Synthesis rows as the operands that `decode_qtc_kernel` reads: even rows, then odd rows; of
+    each its even channels, then its odd ones. Grid (blocks of 16 rows, heads).
+
+    Made once for all blocks of tokens: in each of them it took a fifth of the instructions.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    row = 16 * tl.program_id(0) + tl.arange(0, 16)
+    pair = tl.arange(0, D // 2)
+    at = head * NB * 16 + row
+    both = tl.load(rows_ptr + at[:, None] * (D // 2) + pair[None, :]).to(tl.int32)
+    scale = tl.load(scales_ptr + at).to(tl.float32)[:, None]
     even = ((both << 24) >> 24).to(tl.float32) * scale
     odd = (both >> 8).to(tl.float32) * scale
-    return even.to(DOT_DTYPE), odd.to(DOT_DTYPE)
+    to = out_ptr + head * out_stride_h + (row % 2) * out_stride_part + row // 2 * D
+    tl.store(to[:, None] + pair[None, :], even.to(out_ptr.dtype.element_ty))
+    tl.store(to[:, None] + D // 2 + pair[None, :], odd.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _operands(
+    rows_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """Half the rows of some blocks: even channels and odd channels, [8 * BLOCKS, D / 2] each."""
+    row = 8 * FIRST + tl.arange(0, 8 * BLOCKS)
+    at = rows_ptr + row[:, None] * D + tl.arange(0, D // 2)[None, :]
+    if FIRST + BLOCKS <= NB:
+        return tl.load(at), tl.load(at + D // 2)
+    there = (row < 8 * NB)[:, None]
+    return tl.load(at, mask=there, other=0.0), tl.load(at + D // 2, mask=there, other=0.0)
 
 
 @triton.jit
 def _added(
-    even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, low_even, low_odd, high_even,
-    high_odd, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr,
+    even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, FIRST: tl.constexpr,
+    BLOCKS: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """even and odd plus what some blocks add to them."""
     low, high = _levels(
         codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST, BLOCKS, NB, WORDS, DOT_DTYPE
     )
-    even = tl.dot(low, low_even, even, input_precision="ieee")
-    odd = tl.dot(low, low_odd, odd, input_precision="ieee")
-    even = tl.dot(high, high_even, even, input_precision="ieee")
-    odd = tl.dot(high, high_odd, odd, input_precision="ieee")
+    to_even, to_odd = _operands(rows_ptr, FIRST, BLOCKS, NB, D)
+    even = tl.dot(low, to_even, even, input_precision="ieee")
+    odd = tl.dot(low, to_odd, odd, input_precision="ieee")
+    to_even, to_odd = _operands(rows_ptr + 8 * NB * D, FIRST, BLOCKS, NB, D)
+    even = tl.dot(high, to_even, even, input_precision="ieee")
+    odd = tl.dot(high, to_odd, odd, input_precision="ieee")
     return even, odd
 
 
@@ -173,7 +193,7 @@ def _finished(
 def decode_qtc_kernel(
     out_ptr, out_stride_h, out_stride_n,
     offset, start, stop, first_head,  # runtime: only in masks and addresses
-    codes_ptr, gains_ptr, widths_ptr, rows_ptr, row_scales_ptr, mean_ptr, mean_codes_ptr,
+    codes_ptr, gains_ptr, widths_ptr, rows_ptr, mean_ptr, mean_codes_ptr,
     mean_scales_ptr, chunk_stops_ptr, pairs_ptr, gain_table_ptr, phases_ptr, places_ptr,
     n_tokens,  # runtime: only in masks and addresses
     n_chunks,  # runtime: loop bound
@@ -185,50 +205,36 @@ def decode_qtc_kernel(
 ):  # fmt: skip
     """R_p (mean + gain * levels @ rows), rounded once. Grid (token blocks, heads).
 
+    rows_ptr: what `rows_qtc_kernel` made of the basis's.
+
     Even and odd channels are two products, so that a pair of RoPE lies in one thread. Blocks of
-    channels are taken four at a time and then two, the least that a tensor core takes. (Programs
-    that keep the rows for several blocks of tokens were no faster: 0.206 ms either way.)
+    channels are taken four at a time and then two, the least that a tensor core takes.
     """
     to_head = tl.program_id(1).to(tl.int64)
     head = first_head + to_head
     out_ptr += to_head * out_stride_h
     owner = head * 0 if SHARED else head
     widths_ptr += owner * NB
-    rows_ptr += owner * NB * 16 * (D // 2)
-    row_scales_ptr += owner * NB * 16
+    rows_ptr += owner * NB * 16 * D
     mean_ptr += owner * D
     FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
     FOUR: tl.constexpr = NB // 4
     REST: tl.constexpr = 0 if NB % 4 == 0 else (4 if NB % 4 == 3 else 2)
-    if FOUR >= 1:
-        le_a, lo_a = _rows(rows_ptr, row_scales_ptr, 0, 4, 0, NB, D, DOT_DTYPE)
-        he_a, ho_a = _rows(rows_ptr, row_scales_ptr, 0, 4, 1, NB, D, DOT_DTYPE)
-    if FOUR >= 2:
-        le_b, lo_b = _rows(rows_ptr, row_scales_ptr, 4, 4, 0, NB, D, DOT_DTYPE)
-        he_b, ho_b = _rows(rows_ptr, row_scales_ptr, 4, 4, 1, NB, D, DOT_DTYPE)
-    if REST:
-        le_c, lo_c = _rows(rows_ptr, row_scales_ptr, 4 * FOUR, REST, 0, NB, D, DOT_DTYPE)
-        he_c, ho_c = _rows(rows_ptr, row_scales_ptr, 4 * FOUR, REST, 1, NB, D, DOT_DTYPE)
     first = start + tl.program_id(0).to(tl.int64) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
     valid = rows < stop
     token = head * n_tokens + rows
     even = tl.zeros((BLOCK_N, D // 2), tl.float32)
     odd = tl.zeros((BLOCK_N, D // 2), tl.float32)
-    if FOUR >= 1:
+    for four in tl.static_range(0, FOUR):
         even, odd = _added(
-            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_a, lo_a, he_a, ho_a,
-            0, 4, NB, WORDS, DOT_DTYPE,
-        )  # fmt: skip
-    if FOUR >= 2:
-        even, odd = _added(
-            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_b, lo_b, he_b, ho_b,
-            4, 4, NB, WORDS, DOT_DTYPE,
+            even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, 4 * four, 4, NB,
+            WORDS, D, DOT_DTYPE,
         )  # fmt: skip
     if REST:
         even, odd = _added(
-            even, odd, codes_ptr, widths_ptr, pairs_ptr, token, valid, le_c, lo_c, he_c, ho_c,
-            4 * FOUR, REST, NB, WORDS, DOT_DTYPE,
+            even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, 4 * FOUR, REST,
+            NB, WORDS, D, DOT_DTYPE,
         )  # fmt: skip
     gain_codes = tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32)
     _finished(
@@ -243,7 +249,7 @@ def prepare_qtc(
     codes: Tensor, gains: Tensor, basis: tuple[Tensor, Tensor, Tensor, Tensor],
     means: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor],
     turning: Turning,
-) -> Decoder:  # fmt: skip
+) -> QtcDecoder:  # fmt: skip
     """A qtc span's decoder; it keeps these tensors, which are contiguous and on one device.
 
     codes uint8 [H, N, B / 8], gains uint8 [H, N]. basis: rows int8 [H, u, D], their scales bfloat16
@@ -273,16 +279,52 @@ def prepare_qtc(
     checks.packed("pairs", tables[0], torch.int32, (5461,))
     turning.check(dim)
     row = qtc_tuning.DECODE[dim]
+    operands = _operand_scratch(owners * kept * dim, tuning.dot_mode(codes)[0], codes.device)
+    operands = operands[: owners * kept * dim].view(owners, 2, kept // 2, dim)
     fixed = (
-        codes.view(torch.int16), gains, widths, rows.view(torch.int16), row_scales, mean,
-        mean_codes.view(torch.int16), mean_scales, chunk_stops, *tables,
-        *turning.tensors(), tokens, chunks, turning.first_place,
+        codes.view(torch.int16), gains, widths, operands, mean, mean_codes.view(torch.int16),
+        mean_scales, chunk_stops, *tables, *turning.tensors(), tokens, chunks, turning.first_place,
     )  # fmt: skip
     constants = turning.constants() | {
         "D": dim, "NB": kept // 16, "WORDS": size // 2, "BLOCK_N": row.block_n,
-        "SHARED": owners == 1,
-        "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages,
+        "SHARED": owners == 1, "DOT_DTYPE": tuning.dot_mode(codes)[1],
+        "num_warps": row.num_warps, "num_stages": row.num_stages,
     }  # fmt: skip
-    prepared = PreparedLaunch(decode_qtc_kernel, fixed, constants)
-    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
+    made = {"NB": kept // 16, "D": dim, "num_warps": 4, "num_stages": 1}
+    return QtcDecoder(
+        PreparedLaunch(decode_qtc_kernel, fixed, constants),
+        PreparedLaunch(rows_qtc_kernel, (rows.view(torch.int16), row_scales), made),
+        operands, (heads, tokens, dim), row.block_n,
+    )  # fmt: skip
+
+
+class QtcDecoder(Decoder):
+    """A decoder that first makes the rows operands, in a scratch that all spans share."""
+
+    def __init__(
+        self, launch: PreparedLaunch, make: PreparedLaunch, operands: Tensor,
+        shape: tuple[int, int, int], rows: int,
+    ) -> None:  # fmt: skip
+        super().__init__(launch, shape, operands.device, rows)
+        self._make, self._operands = make, operands
+
+    def __call__(
+        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
+    ) -> None:
+        """As `Decoder`. The scratch is the stream's: spans are decoded one behind the other."""
+        if stop > start:
+            owners, _, half, _ = self._operands.shape
+            strides = self._operands.stride(0), self._operands.stride(1)
+            self._make((half // 8, owners), self._operands, strides, ())
+        super().__call__(out, offset, start, stop, first_head)
+
+
+_SCRATCH: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+
+def _operand_scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of one basis, 1 MB for 40 heads of 96 x 128: the largest that was asked for is kept."""
+    held = _SCRATCH.get((dtype, device))
+    if held is None or held.numel() < size:
+        held = _SCRATCH[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+    return held
