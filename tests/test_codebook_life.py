@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
 from quantwm.cache.codebook import Codebook, codebook_bytes
-from quantwm.cache.codebook_life import BookFit, outliving, shared_bytes
+from quantwm.cache.codebook_life import BookFit, CodebookLife, outliving, shared_bytes
 from quantwm.cache.plan import Workload, plan_method
 from quantwm.errors import UserError
 from quantwm.study import study
@@ -105,7 +105,8 @@ def test_a_span_holds_some_tokens_before_fitting_again_ends_it() -> None:
     policy = CachePolicy(span_tokens=960)
     cache = _lasting(policy, refit_above=0.01, book_bits=1e6, refit_after=144)
     _scene(cache, 0, chunks=9)
-    assert [segment.tokens for segment in cache._segments] == [144, 144, 144]
+    # The first chunks' codebooks may be replaced sooner: a span then holds half of what was seen.
+    assert [segment.tokens for segment in cache._segments] == [48, 48, 96, 144, 96]
 
 
 @pytest.mark.parametrize("bits", [8.0, 20.0, 60.0])
@@ -121,6 +122,13 @@ def test_codebooks_and_bases_stay_within_their_bits(bits: float) -> None:
         assert held <= max(first, bits * cache.tokens * SPEC.layers * SPEC.heads / 8)
         counts.append(held)
     assert counts[-1] > counts[0]
+
+
+def test_bits_ahead_are_paid_back() -> None:
+    life = CodebookLife(book_bits=40.0, book_ahead=100)
+    assert life.allowed_bits(held=10, seen=0) == 40.0 * 110
+    assert life.allowed_bits(held=50, seen=200) == 40.0 * 100
+    assert life.allowed_bits(held=50, seen=400) == life.allowed_bits(50, 900) == 40.0 * 50
 
 
 def test_the_neediest_are_fitted_first() -> None:
@@ -257,7 +265,7 @@ def test_recorded_tensors_more_ratio_at_less_error(shared_dir: Path) -> None:
     tensors = replace(tensors, layers={5: tensors.layers[5]})
     methods = ["quantwm:embedded", "quantwm:compact-embedded", "quantwm:balanced-embedded"]
     published, compact, balanced = study(tensors, methods, chunk=192, span=3072, settings={})
-    assert compact.ratio >= 6.2 and balanced.ratio >= 5.5
+    assert compact.ratio >= 6.0 and balanced.ratio >= 5.5
     assert compact.token_shift < published.token_shift
     assert compact.logit_mse < published.logit_mse
     assert balanced.token_shift < 0.9 * published.token_shift
@@ -271,6 +279,7 @@ def test_recorded_tensors_more_ratio_at_less_error(shared_dir: Path) -> None:
         ({"book_bits": -1.0}, "book_bits must be 0 or more"),
         ({"refit_above": 0.0}, "refit_above must be above 0"),
         ({"refit_after": 0}, "refit_after must be at least 1"),
+        ({"book_ahead": -1}, "book_ahead must be 0 or more"),
     ],
 )
 def test_bad_settings_are_refused(setting: dict[str, object], says: str) -> None:

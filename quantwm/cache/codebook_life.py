@@ -19,6 +19,8 @@ from quantwm.errors import UserError
 Place = int
 """A codebook's: twice the slot (layer and stream), and 1 more for values."""
 
+AHEAD = 4
+
 BASIS_DRIFT = 0.05
 """A basis is made anew when the share of the queries' energy along it has fallen by this part."""
 
@@ -34,13 +36,17 @@ class CodebookLife:
         refit_above: a codebook is fitted again when the power of its residuals, over that of the
             tokens, exceeds this multiple of what it was on the chunk that it was fitted on.
         refit_after: tokens that a span holds before fitting again may end it, so that spans, each
-            decoded by a call of its own, do not become many.
+            decoded by a call of its own, do not become many. Half of the tokens seen so far, where
+            that is less: the first chunks' codebooks are fitted on little.
+        book_ahead: tokens whose bits may be spent before they have come, at the beginning; paid
+            back evenly until `AHEAD` times as many have.
     """
 
     centroid_bits: int = 16
     book_bits: float = 0.0
     refit_above: float = 1.2
     refit_after: int = 1024
+    book_ahead: int = 0
 
     def check_life(self) -> None:
         """UserError on a bad setting."""
@@ -52,6 +58,13 @@ class CodebookLife:
             raise UserError(f"refit_above must be above 0, got {self.refit_above}")
         if self.refit_after < 1:
             raise UserError(f"refit_after must be at least 1, got {self.refit_after}")
+        if self.book_ahead < 0:
+            raise UserError(f"book_ahead must be 0 or more, got {self.book_ahead}")
+
+    def allowed_bits(self, held: int, seen: int) -> float:
+        """Of codebooks and bases, a head. held, seen: compressed tokens held now and ever."""
+        ahead = max(self.book_ahead - seen / AHEAD, 0.0)
+        return self.book_bits * (held + ahead)
 
 
 @runtime_checkable

@@ -86,13 +86,14 @@ def _anew(
     past: Past, life: CodebookLife, fmt: Format[Any], spec: CacheSpec, rest: int, full: bool
 ) -> Anew:
     """What no longer fits, as far as the bits go, were a chunk of `rest` tokens to open a span."""
-    if not full and past.span.tokens < life.refit_after:
+    seen = past.span.before + past.span.tokens
+    if not full and past.span.tokens < min(life.refit_after, seen / 2):
         return Anew((), False)
     encoded = [segment for segment in past.segments if segment.encoded]
     spans = [span for segment in encoded for span in (*segment.keys, *segment.values)]
     tokens = sum(segment.tokens for segment in encoded) + rest
     heads = spec.heads * spec.layers * len(spec.streams)
-    free = life.book_bits * tokens * heads / 8 - shared_bytes(fmt, spans)
+    free = life.allowed_bits(tokens, seen + rest) * heads / 8 - shared_bytes(fmt, spans)
     basis = past.span.basis
     if basis is None:
         free -= heads * spec.head_dim * fmt.rank * 2  # the first one is still to come
@@ -105,10 +106,10 @@ def _anew(
 
 def _opened(past: Past, anew: Anew) -> SpanPlan:
     """The next span, with the last one's basis where that is not made anew."""
-    number = past.span.number + 1
+    place = {"number": past.span.number + 1, "before": past.span.before + past.span.tokens}
     if past.span.basis is None or anew.basis:
-        return SpanPlan(number, tokens=0, refits=anew.books)
-    return replace(past.span, number=number, tokens=0, refits=anew.books)
+        return SpanPlan(**place, tokens=0, refits=anew.books)
+    return replace(past.span, **place, tokens=0, refits=anew.books)
 
 
 def grown(

@@ -142,7 +142,8 @@ def _shared_books(
     """
     one = _span_parts(fmt, load, load.chunk_tokens or load.span_tokens, 1)
     bases, book = one.get("bases", 0), fmt.book_bytes(load.heads, load.head_dim)
-    allowed = int(life.book_bits * load.compressed_tokens * load.layers * load.heads / 8)
+    tokens = load.compressed_tokens
+    allowed = int(life.allowed_bits(tokens, tokens) * load.layers * load.heads / 8)
     count = max(2 * load.layers, (allowed - bases) // book)
     spans = sum(count for _, _, count in load.spans())
     count = min(count, 2 * load.layers * spans)

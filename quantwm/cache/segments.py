@@ -20,6 +20,7 @@ class SpanPlan:
     Attributes:
         number: counts spans since the cache was reset.
         tokens: tokens given to it so far, evicted ones included.
+        before: tokens given to the spans before it.
         basis, eigenvalues: PSAC's, of all slots; None before any query was seen.
         basis_span: number of the span in which the basis was made.
         refits: codebooks (`codebook_life.Place`) that are fitted again with its first chunk; None
@@ -29,6 +30,7 @@ class SpanPlan:
 
     number: int
     tokens: int
+    before: int = 0
     basis: Tensor | None = None
     eigenvalues: Tensor | None = None
     basis_span: int = -1

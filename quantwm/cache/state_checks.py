@@ -113,7 +113,8 @@ def _books(pairs: Mapping[Any, Any], cache: Any) -> list[Wanted]:
 
 
 def _span_plan(span: SpanPlan, cache: Any) -> list[Wanted]:
-    if span.number < -1 or span.tokens < 0 or (span.basis is None) != (span.eigenvalues is None):
+    halved = (span.basis is None) != (span.eigenvalues is None)
+    if span.number < -1 or min(span.tokens, span.before) < 0 or halved:
         raise ValueError("a codebook span that cannot be")
     if span.basis_span < -1 or span.basis_span > span.number:
         raise ValueError("a basis of a span to come")
