@@ -135,19 +135,19 @@ class ActionModule(nn.Module):
         return self.proj_mouse(attended.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
 
     def keyboard_in(self, x: torch.Tensor, keyboard: torch.Tensor, turns: Turns) -> QKV:
-        """q [cells, heads, F, D]; k and v [heads, F, D]: all cells see the same key rows."""
+        """q [heads, F * cells, D]; k and v [heads, F, D]: all cells see the same key rows."""
         config, frames = self.config, len(keyboard)
-        cells = x.shape[0] // frames
         embedded = self.keyboard_embed(keyboard.to(x.dtype)).flatten(1)
         kv = self.keyboard_attn_kv(embedded).unflatten(-1, (2, config.heads, -1))
         k, v = kv.permute(1, 2, 0, 3)
-        q = linear(self.mouse_attn_q, x).unflatten(-1, (config.heads, -1))
-        q = q.unflatten(0, (frames, cells)).permute(1, 2, 0, 3)
-        return rotate(_unit_rms(q), *turns), rotate(_unit_rms(k), *turns), v
+        q = linear(self.mouse_attn_q, x).unflatten(-1, (config.heads, -1)).transpose(0, 1)
+        cos, sin = turns
+        q = rotate(_unit_rms(q).unflatten(1, (frames, -1)), cos[:, None], sin[:, None])
+        return q.flatten(1, 2), rotate(_unit_rms(k), *turns), v
 
     def keyboard_out(self, attended: torch.Tensor) -> torch.Tensor:
-        """[cells, heads, F, D] -> [F * cells, width]."""
-        return self.proj_keyboard(attended.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        """[heads, F * cells, D] -> [F * cells, width]."""
+        return self.proj_keyboard(attended.transpose(0, 1).flatten(1))
 
 
 def mouse_attention(
@@ -162,7 +162,9 @@ def mouse_attention(
 def keyboard_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, history: ActionHistory
 ) -> torch.Tensor:
-    """Every cell over the same key rows: q [cells, heads, F, D] -> the same."""
+    """All cells over the same key rows, as the queries of one attention: q [heads, N, D] -> same.
+
+    Cell by cell it would be 880 attentions over copies of the same rows.
+    """
     keys, values = history(layer, k, v)
-    expand = (q.shape[0], -1, -1, -1)
-    return F.scaled_dot_product_attention(q, keys[None].expand(expand), values[None].expand(expand))
+    return F.scaled_dot_product_attention(q[None], keys[None], values[None])[0]

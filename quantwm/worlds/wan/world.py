@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -235,10 +236,18 @@ class WanWorld(ABC):
 
 
 def step_noise(seed: int, frame: int, step: int, shape: Sequence[int]) -> torch.Tensor:
-    """Fresh noise of one step of the chunk at `frame`; the same for every lane and device."""
+    """Fresh noise of one step of the chunk at `frame`; the same for every lane and device.
+
+    Kept for the lanes that ask after the first one; not to be written to.
+    """
+    return _step_noise(seed, frame, step, tuple(shape))
+
+
+@lru_cache(maxsize=8)
+def _step_noise(seed: int, frame: int, step: int, shape: tuple[int, ...]) -> torch.Tensor:
     mixed = np.random.SeedSequence((seed, frame, step, 1)).generate_state(1, np.uint64)[0]
     generator = torch.Generator().manual_seed(int(mixed) >> 1)
-    return torch.randn(tuple(shape), generator=generator)
+    return torch.randn(shape, generator=generator)
 
 
 def extra_list(extra: Mapping[str, object], name: str) -> list:
