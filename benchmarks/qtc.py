@@ -190,7 +190,12 @@ def timed(case: Case, preset: str, options: argparse.Namespace) -> list[dict[str
         "observe (statistics, error)",
         lambda: case.learner.observe(0, case.k, case.v, case.q, case.positions, seen),
     )
-    add("new bases (one layer)", lambda: case.learner.with_chunk({}).lesson(None))
+    for layers in (1, 8):
+        learner = case.learner.restored(case.learner.statistics * layers)
+        add(
+            f"new bases, {layers} layers",
+            lambda learner=learner: learner.with_chunk({}).lesson(None),
+        )
     tokens = options.chunks * case.tokens
     out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
     for role in ("keys", "values"):

@@ -219,6 +219,18 @@ def test_analysis_takes_rounding_of_the_rows_into_account() -> None:
     torch.testing.assert_close(found, coordinates, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["own metric", "later metric", "plain"])
+def test_the_iterated_projection_is_the_projection(kind: str) -> None:
+    """What runs on a GPU, products alone, against the factorization."""
+    cov, metric = _spd(1, 64), _spd(2, 64)
+    made_for = None if kind == "plain" else metric
+    basis, _ = qtc_basis.fit_basis(cov, made_for, torch.zeros(2, 64), 128, 48, 6)
+    read = 0.5 * metric + 0.5 * _spd(3, 64) if kind == "later metric" else made_for
+    exact = qtc_basis.analysis(basis, read)
+    found = qtc_basis._iterated(basis.matrix(), read)
+    assert float((found - exact).norm(dim=1).div(exact.norm(dim=1)).max()) < 1e-4
+
+
 @pytest.mark.parametrize("budget", [32, 64, 96])
 def test_a_basis_keeps_its_promise_on_gaussian_data(budget: int) -> None:
     cov, metric = _spd(1), _spd(2)
