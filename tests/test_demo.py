@@ -17,7 +17,7 @@ from quantwm.worlds.embedded.adapter import EmbeddedWorld
 
 pytest.importorskip("av")
 SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "demo"
-MOST_BYTES = 4_000_000
+MOST_BYTES = 1_200_000
 
 
 def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, monkeypatch):
@@ -37,6 +37,11 @@ def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, mo
     monkeypatch.setattr(page, "DEMO", tmp_path)
     assert list(page.demos().values()) == [demo.title for demo in command.DEMOS]
     assert page.demo_page() == "/inspect"
+
+
+def test_every_demo_starts_from_a_scene_that_ships():
+    scenes = {path.parent.name for path in (SHIPPED.parent / "scenes").glob("*/scene.json")}
+    assert {demo.scene for demo in command.DEMOS} <= scenes
 
 
 def test_without_sessions_the_demo_says_so(tmp_path, monkeypatch):
