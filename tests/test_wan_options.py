@@ -18,11 +18,12 @@ from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
 from quantwm.worlds import room
 from quantwm.worlds.registry import Placement, load_world, world_prompts, world_scenes, world_spec
-from quantwm.worlds.wan import entry, offload, presets
+from quantwm.worlds.wan import entry, matrix_actions, offload, presets
+from quantwm.worlds.wan.action_module import action_windows
 from quantwm.worlds.wan.rolling import RollingForcing
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
 from quantwm.worlds.wan.tiling import TileStates, _ramp, decode_tiled, starts
-from quantwm.worlds.wan.world import step_noise
+from quantwm.worlds.wan.world import extra_list, step_noise
 
 
 @pytest.mark.parametrize(("size", "tile"), [(90, 32), (60, 60), (33, 32), (160, 48), (17, 16)])
@@ -156,6 +157,26 @@ def test_a_gpu_that_is_too_small_gets_what_would_fit(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(entry.files, "require", lambda entry: None)
     with pytest.raises(UserError, match="smaller world"):
         load_world("lingbot_v2_14b", gpu, placement=Placement())
+
+
+@pytest.mark.parametrize("tiny", ["matrix_game2_gta_drive"], indirect=True)
+def test_action_rows_of_a_window_are_those_of_the_whole_rollout(tiny: str) -> None:  # noqa: F811
+    """A session of an hour must not build an hour of rows for every chunk."""
+    world, spec = load_world("tiny", "cpu"), world_spec("tiny")
+    size, config = spec.cache.frames_per_chunk, world.model.config.action
+    actions = parse_actions("w-4, w+a-3, d-2, none-3, s-6", spec.keys, size)
+    frames = [keys for action in actions for keys in action.frames]
+    whole = matrix_actions.action_rows("gta_drive", frames, 0)[0]
+    with Engine(world, lanes_for(spec, ("bf16",)), seed=3, max_tokens=10_000) as engine:
+        engine.start()
+        lane = engine._running[0].state
+        for action in actions:
+            first, held = lane.next_frame, extra_list(lane.extra, "held")
+            given = world._keyed(torch.zeros(0), held, action, first)
+            assert len(given.keyboard) <= 4 * (config.window + size)
+            mine = action_windows(given.keyboard, first, size, config, given.first_row)
+            assert torch.equal(mine, action_windows(whole, first, size, config)), first
+            engine.step(action)
 
 
 @pytest.mark.parametrize("tiny", ["causal_forcing_long"], indirect=True)

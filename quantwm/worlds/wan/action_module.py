@@ -53,17 +53,17 @@ def frame_turns(first_frame: int, frames: int, config: ActionConfig, device: tor
 
 
 def action_windows(
-    rows: torch.Tensor, first_frame: int, frames: int, config: ActionConfig
+    rows: torch.Tensor, first_frame: int, frames: int, config: ActionConfig, first_row: int = 0
 ) -> torch.Tensor:
     """The action rows that each latent frame sees.
 
-    rows: [N, dim], one per video frame from the start of the rollout -> [frames, window rows,
-    dim]. Latent frame f sees rows 4f-12 .. 4f-1; negative rows repeat row 0.
+    rows: [N, dim], one per video frame from row first_row of the rollout on -> [frames, window
+    rows, dim]. Latent frame f sees rows 4f-12 .. 4f-1; negative rows repeat row 0.
     """
     ends = torch.arange(first_frame, first_frame + frames, device=rows.device)
     offsets = torch.arange(-config.rows, 0, device=rows.device)
     index = ends[:, None] * config.rows_per_frame + offsets[None]
-    return rows[index.clamp(min=0)]
+    return rows[index.clamp(min=0) - first_row]
 
 
 def _unit_rms(x: torch.Tensor) -> torch.Tensor:

@@ -34,13 +34,15 @@ class Conditions:
     Attributes:
         channels: [C, F, H, W] joined behind the latents (mask and image latent).
         camera: [camera_channels, F, H, W] Pluecker embedding.
-        keyboard, mouse: [rows, dim] action rows from the start of the rollout on.
+        keyboard, mouse: [rows, dim] action rows of the rollout from row first_row on; they must
+            reach back as far as the chunk's windows do.
     """
 
     channels: torch.Tensor | None = None
     camera: torch.Tensor | None = None
     keyboard: torch.Tensor | None = None
     mouse: torch.Tensor | None = None
+    first_row: int = 0
 
 
 class SelfForcing:
@@ -135,7 +137,8 @@ class SelfForcing:
         mouse = conditions.mouse
 
         def windows(rows: torch.Tensor) -> torch.Tensor:
-            return action_windows(rows.to(self.model.dtype), first_frame, frames, config)
+            own = rows.to(self.model.dtype)
+            return action_windows(own, first_frame, frames, config, conditions.first_row)
 
         return ActionPass(
             keyboard=windows(conditions.keyboard),

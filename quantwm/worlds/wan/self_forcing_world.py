@@ -34,7 +34,9 @@ class SelfForcingWorld(WanWorld):
         session = self._session_of(lane)
         conditions = self._conditions(lane, session, action)
         self._driver(lane, session).commit(lane.next_frame, latents, conditions)
-        lane.extra["held"] = [*extra_list(lane.extra, "held"), *action.frames]
+        if self.entry.kind == "keys":
+            held = [*extra_list(lane.extra, "held"), *action.frames]
+            lane.extra["held"] = held[-self.model.config.action.window :]
         self._committed(lane, len(latents))
 
     def _driver(self, lane: LaneState, session: Session) -> SelfForcing:
@@ -54,8 +56,7 @@ class SelfForcingWorld(WanWorld):
         channels = self._channels(session, lane.next_frame, len(action.frames))
         if self.entry.kind == "camera":
             return Conditions(channels, camera=self._camera(action, lane.next_frame))
-        keyboard, mouse = self._rows(extra_list(lane.extra, "held"), action)
-        return Conditions(channels, keyboard=keyboard, mouse=mouse)
+        return self._keyed(channels, extra_list(lane.extra, "held"), action, lane.next_frame)
 
     def _channels(self, session: Session, first: int, frames: int) -> torch.Tensor:
         """Mask (1 in latent frame 0) and image latents of the chunk, [20, F, h, w].
@@ -78,9 +79,19 @@ class SelfForcingWorld(WanWorld):
         rays = lingbot_actions.pluecker(poses, lens, height, width)
         return lingbot_actions.folded(rays)
 
-    def _rows(
-        self, held: list[KeySet], action: ChunkAction
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Action rows from the start to the end of the chunk: a window reaches back 12 rows."""
-        keyboard, mouse = matrix_actions.action_rows(self.entry.mode, [*held, *action.frames], 0)
-        return keyboard.to(self.device), None if mouse is None else mouse.to(self.device)
+    def _keyed(
+        self, channels: torch.Tensor, held: list[KeySet], action: ChunkAction, first: int
+    ) -> Conditions:
+        """Action rows of the frames before the chunk that its windows reach, and of its own."""
+        oldest = first - len(held)
+        keyboard, mouse = matrix_actions.action_rows(
+            self.entry.mode, [*held, *action.frames], oldest
+        )
+        # Latent frame 0 has one row, every later one four.
+        first_row = 4 * oldest - 3 if oldest else 0
+        return Conditions(
+            channels,
+            keyboard=keyboard.to(self.device),
+            mouse=None if mouse is None else mouse.to(self.device),
+            first_row=first_row,
+        )
