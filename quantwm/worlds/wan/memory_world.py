@@ -38,7 +38,7 @@ class MemoryWorld(WanWorld):
             points = sample_points(POINTS, session.seed)
             chosen = torch.tensor(select(w2c, first, points, WAN_5B), device=self.device)
             memory = lenses.select(chosen)
-            driver.remember(self._latents(lane)[chosen], memory, labels[chosen])
+            driver.remember(self._remembered(lane, chosen.tolist()), memory, labels[chosen])
         image = None
         if first == 0 and session.image is not None:
             image = session.image[:, 0]
@@ -87,8 +87,10 @@ class MemoryWorld(WanWorld):
         found = cameras(w2c, hy_actions.intrinsics(len(w2c)), self.dtype)
         return Cameras(found.projection.to(self.device), found.inverse.to(self.device))
 
-    def _latents(self, lane: LaneState) -> torch.Tensor:
-        return torch.cat(extra_list(lane.extra, "latents"))
+    def _remembered(self, lane: LaneState, frames: list[int]) -> torch.Tensor:
+        """Clean latents of these frames; all of a long session's together would be gigabytes."""
+        chunks, size = extra_list(lane.extra, "latents"), self.entry.frames_per_chunk
+        return torch.stack([chunks[frame // size][frame % size] for frame in frames])
 
     def _driver(self, lane: LaneState, session: Session) -> MemoryRollout:
         return MemoryRollout(
