@@ -176,8 +176,9 @@ def test_the_picker_fits_and_is_read_out(open_page, width: int, tmp_path: Path) 
     assert spilled == []
     group = page.get_by_role("radiogroup", name="World")
     assert group.get_by_role("radio", checked=True).count() == 1
-    page.keyboard.press("Tab")
-    page.focus('[data-world="rooms"]')
+    page.focus('[data-world="caves"]')
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.dataset.world") == "rooms"
     page.keyboard.press("Enter")
     page.wait_for_selector(CHOSEN.format("rooms"))
     assert page.get_by_label("Prompt", exact=True).count() == 1

@@ -43,3 +43,14 @@ const millis = (ms) => {
 };
 const decibels = (db) => (db >= 99 ? "identical" : db.toFixed(1) + "\u00a0dB");
 const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+
+// Arrow keys walk through a group of tiles; Enter or Space chooses, as on any button.
+function rove(holder) {
+  holder.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.code];
+    const tiles = [...holder.children], at = tiles.indexOf(document.activeElement);
+    if (!step || at < 0) return;
+    event.preventDefault();
+    tiles[(at + step + tiles.length) % tiles.length].focus();
+  });
+}

@@ -55,6 +55,7 @@ class Choices {
     this.onPicture = onPicture;
     this.scene = null;
     this.picture = null;
+    rove($(".qwm-scenes"));
     $(".qwm-settings").addEventListener("submit", (event) => event.preventDefault());
     $(".qwm-settings").addEventListener("input", () => {
       this.explain();

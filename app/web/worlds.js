@@ -11,6 +11,7 @@ class Worlds {
     this.ticket = 0;
     this.wasRunning = null;
     input("agree").addEventListener("change", () => this.explain());
+    rove(this.holder);
   }
 
   // What the server said of a world is kept: the one that is driven may not be the one looked at.
