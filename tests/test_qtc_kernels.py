@@ -84,8 +84,7 @@ def run_launchers(dim: int, rows: int, words: int, turned: bool) -> None:
 
 @pytest.mark.parametrize(
     ("dim", "rows", "words", "turned"),
-    [(128, 96, 16, True), (128, 80, 10, False), (128, 112, 22, True), (64, 48, 8, True),
-     (128, 128, 16, True)],
+    [(128, 96, 16, True), (128, 112, 22, False), (64, 48, 8, True)],
 )  # fmt: skip
 def test_every_launch_row_compiles(
     launches: list[Launched], dim: int, rows: int, words: int, turned: bool
