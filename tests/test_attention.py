@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch, make_format
 from quantwm.cache.attention import attention
@@ -120,8 +121,11 @@ def test_attention_equals_its_definition() -> None:
 def test_bf16_on_a_cpu_in_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (t.bfloat16() for t in queries())
     wanted = (q.double() @ k.double().transpose(1, 2) * DIM**-0.5).softmax(-1) @ v.double()
+    few = attention(q, k, v)
+    assert torch.equal(few, F.scaled_dot_product_attention(q[None], k[None], v[None])[0])
+    monkeypatch.setattr("quantwm.cache.attention.CPU_SCORES_WORTH", 0)
     whole = attention(q, k, v)
     monkeypatch.setattr("quantwm.cache.attention.CPU_SCORES", 5 * 2 * FRAME)
-    for out in (whole, attention(q, k, v)):
+    for out in (few, whole, attention(q, k, v)):
         assert out.dtype == torch.bfloat16
         assert (out.double() - wanted).norm() < 0.01 * wanted.norm()
