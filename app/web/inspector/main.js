@@ -22,7 +22,10 @@ const panes = new Panes($(".panes"), {
 });
 const curves = new Curves((frame) => seek(frame));
 const slices = new Slices((frame) => seek(frame));
-const tokens = new Tokens(server, panes);
+const tokens = new Tokens(server, panes, async () => {
+  await open(server.post("open", { source: "live" }));
+  seek(state.clip.frames - 1);
+});
 const setView = segments("view", VIEWS, (view) => { state.view = view; arrange(); });
 const setTool = segments("tool", TOOLS, (tool) => { panes.tool = tool; });
 setView("side");

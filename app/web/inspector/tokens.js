@@ -2,9 +2,11 @@
 import { input, make, options, out, title } from "./dom.js";
 
 export class Tokens {
-  constructor(server, panes) {
+  // renew: takes the live run again and shows its newest frame.
+  constructor(server, panes, renew) {
     this.server = server;
     this.panes = panes;
+    this.renew = renew;
     this.reply = null;
     input("layer").addEventListener("change", () => this.draw());
   }
@@ -27,7 +29,12 @@ export class Tokens {
       this.panes.draw();
       this.draw();
     } catch (error) {
-      out("tokens-text").textContent = error.message;
+      const text = error.message;
+      if (text.startsWith("queries are kept") && frame >= (this.clip.info.borders.at(-1) ?? 0)) {
+        await this.renew(); // a chunk was on its way when the clip was taken
+        return void (out("tokens-text").textContent = "The run had gone on by a chunk, which is here now: click the patch again.");
+      }
+      out("tokens-text").textContent = text;
       out("tokens").replaceChildren();
     }
   }
