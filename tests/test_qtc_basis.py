@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantwm.cache import positions
 from quantwm.cache.formats import (
     qtc_basis,
     qtc_coder,
@@ -52,6 +53,16 @@ def test_turning_by_places_is_rope() -> None:
             a * math.sin(angle) + b * math.cos(angle),
         )
         assert turned[0, 0, 2 * pair : 2 * pair + 2].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "places", [TokenPositions(17, 20), TokenPositions(3, 9).select(slice(2, 8))]
+)
+def test_turns_made_on_the_device_are_the_turns(places: TokenPositions) -> None:
+    kept = places.select(torch.arange(0, places.count, 2))
+    for own in (places, kept):
+        found = positions._turns_there(LAYOUT, own.tensor(0, own.count))
+        torch.testing.assert_close(found, turns(LAYOUT, own, 0, own.count, CPU))
 
 
 @pytest.mark.parametrize("first", [0, 7, 10**7])

@@ -97,6 +97,8 @@ def _turns(
     """
     rows, columns = layout.grid
     places = positions.tensor(start, stop)
+    if device.type == "cuda":
+        return _turns_there(layout, places.to(device))
     frame, cell = places // (rows * columns), places % (rows * columns)
     first_frame = int(frame.min()) if len(frame) else 0
     frames = int(frame.max()) - first_frame + 1 if len(frame) else 0
@@ -113,6 +115,21 @@ def _turns(
         table = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
         parts.append(table.to(device).index_select(0, index.to(device)))
     return torch.cat(parts, dim=1)
+
+
+def _turns_there(layout: RopeLayout, places: Tensor) -> Tensor:
+    """The same where the places are: no table comes from the host, which would wait for it."""
+    rows, columns = layout.grid
+    cell = places % (rows * columns)
+    steps = torch.stack((places // (rows * columns), cell // columns, cell % columns), dim=1)
+    speed, axis = _speeds(layout, places.device)
+    angles = steps.index_select(1, axis).double() * speed
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+
+@lru_cache(maxsize=8)
+def _speeds(layout: RopeLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    return frequencies(layout).to(device), axes(layout).to(device)
 
 
 def rotate_(x: Tensor, turn: Tensor, inverse: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -134,14 +135,27 @@ def statistics_bytes(heads: int, head_dim: int) -> int:
 
 def triangle(matrix: Tensor) -> Tensor:
     """Upper triangle of symmetric matrices, [..., D, D] -> [..., D (D + 1) / 2]."""
-    rows, columns = torch.triu_indices(*matrix.shape[-2:], device=matrix.device)
-    return matrix[..., rows, columns]
+    corner = _corner(matrix.shape[-1], matrix.device)
+    return matrix.flatten(-2).index_select(-1, corner)
+
+
+@lru_cache(maxsize=8)
+def _corner(size: int, device: torch.device) -> Tensor:
+    """Where the upper triangle lies in a flat matrix, int64 [D (D + 1) / 2]."""
+    rows, columns = torch.triu_indices(size, size)
+    return (rows * size + columns).to(device)
+
+
+@lru_cache(maxsize=8)
+def _places(size: int, device: torch.device) -> Tensor:
+    """Of every element of a flat symmetric matrix, its place in the triangle, int64 [D * D]."""
+    rows, columns = torch.triu_indices(size, size)
+    found = torch.zeros(size, size, dtype=torch.long)
+    found[rows, columns] = found[columns, rows] = torch.arange(len(rows))
+    return found.flatten().to(device)
 
 
 def full(corner: Tensor, head_dim: int) -> Tensor:
     """The symmetric matrices of `triangle`, [..., D, D]."""
-    rows, columns = torch.triu_indices(head_dim, head_dim, device=corner.device)
-    out = corner.new_empty(*corner.shape[:-1], head_dim, head_dim)
-    out[..., rows, columns] = corner
-    out[..., columns, rows] = corner
-    return out
+    flat = corner.index_select(-1, _places(head_dim, corner.device))
+    return flat.unflatten(-1, (head_dim, head_dim))
