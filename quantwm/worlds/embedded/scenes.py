@@ -14,6 +14,9 @@ from quantwm.worlds.base import Scene
 from quantwm.worlds.embedded.config import KEYS
 
 JSON_LIMIT = 100_000  # bytes
+FIRST = "red-columns"
+"""The scene that is proposed: straight ahead lies a door, where others walk into a wall within ten
+frames."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,12 @@ class SceneClip:
 
 
 def list_scenes(folder: Path) -> list[Scene]:
-    """Scenes in a folder, by name; empty when there are none."""
+    """Scenes in a folder, `FIRST` first and the others by name; empty when there are none."""
     found = []
     for path in sorted(folder.glob("*/scene.json")):
         data = _read(path)
         found.append(Scene(path.parent.name, data["title"], str(path.parent / "thumbnail.png")))
-    return found
+    return sorted(found, key=lambda scene: scene.name != FIRST)
 
 
 def load_scene(folder: Path, name: str, size: tuple[int, int]) -> SceneClip:
