@@ -83,7 +83,9 @@ class QuantWMConfig(CodebookLife):
             raise UserError(f"clip must be above 0 and at most 1, got {self.clip}")
 
 
-_COMPACT = QuantWMConfig(rank=4, clip=0.95, centroid_bits=8, book_bits=42.0, compact_statistics=True)
+_COMPACT = QuantWMConfig(
+    rank=4, clip=0.95, centroid_bits=8, book_bits=42.0, compact_statistics=True
+)
 
 PRESETS = {
     "published": QuantWMConfig(),
