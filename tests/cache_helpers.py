@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -94,10 +93,17 @@ def same_bytes(first: KVCache, second: KVCache) -> bool:
     )
 
 
+def finish_work(cache: KVCache) -> None:
+    """Wait for what a worker makes for the cache, which stays where it is."""
+    job = getattr(cache._learner, "_job", None)
+    if job is not None:
+        job[1]._future.exception()
+
+
 def live_bytes(cache: KVCache) -> int:
     """Bytes of every tensor reachable from the cache; scratch and k-means' generator aside.
 
-    What a worker is making beside the stream belongs to the cache once it is taken.
+    What a worker has made, asked for or not, is in reach; `finish_work` comes first.
     """
     pending: list[object] = [cache]
     seen: set[int] = set()
@@ -107,7 +113,7 @@ def live_bytes(cache: KVCache) -> int:
         skipped.add(id(cache._open.generator_state))
     while pending:
         found = pending.pop()
-        if id(found) in seen or id(found) in skipped or isinstance(found, Future):
+        if id(found) in seen or id(found) in skipped:
             continue
         seen.add(id(found))
         if isinstance(found, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ as an index and their like."""
 
 
 class HostSyncs(TorchDispatchMode):
-    """Counts reads of tensors; `names` lists them.
+    """Counts reads of tensors by the thread that enters it; `names` lists them.
 
     `.tolist()` reaches no operation, so it is counted by a patched method, and a copy to the CPU
     is one where the source says that it is on CUDA.
@@ -33,10 +34,11 @@ class HostSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> HostSyncs:
-        self._lists, names = torch.Tensor.tolist, self.names
+        self._lists, names, own = torch.Tensor.tolist, self.names, threading.get_ident()
 
         def tolist(tensor: torch.Tensor) -> Any:
-            names.append("tolist")
+            if threading.get_ident() == own:
+                names.append("tolist")
             return self._lists(tensor)
 
         torch.Tensor.tolist = tolist

@@ -17,9 +17,6 @@ from quantwm.cache.formats import FORMATS
 from tests.cache_helpers import LASTING, SPEC, make_cache, qkv
 from tests.host_syncs import HostSyncs
 
-WAITS_FOR_ITS_LEARNER = {"qtc"}
-"""Its bases are made by a worker beside the stream, at fixed points; tests/test_qtc*.py."""
-
 POLICIES = {
     "spans": CachePolicy(span_tokens=12),
     "window": CachePolicy(span_tokens=12, window_frames=8),
@@ -47,7 +44,7 @@ def _chunk(cache: KVCache) -> list[str]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", sorted((set(FORMATS) - WAITS_FOR_ITS_LEARNER) | {"lasting"}))
+@pytest.mark.parametrize("name", [*FORMATS, "lasting"])
 def test_one_read_a_chunk(name: str, policy: str) -> None:
     settings = LASTING if name == "lasting" else None
     spec = replace(SPEC, layers=3)

@@ -108,7 +108,7 @@ class OpenChunk:
         held = [tensor for write in self.writes.values() for tensor in write.tensors(fmt)]
         if self.guide is None:
             return held
-        return [*held, *self.guide.statistics(), *self.guide.bases()]
+        return [*held, *self.guide.statistics(), *self.guide.places(), *self.guide.bases()]
 
 
 def encode_bf16(k: Tensor, v: Tensor) -> tuple[Any, Any]:

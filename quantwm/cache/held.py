@@ -91,9 +91,8 @@ class Held:
         extra = beside_spans(
             self._segments, self._span, self._books, self._statistics, self._learner
         )
-        own = take_stock(
-            self.spec, self._segments, extra, self._pending(), self.workspace.tensors()
-        )
+        scratch = self.workspace.tensors()
+        own = take_stock(self.spec, self._segments, extra, self._pending(), self._learner, scratch)
         return with_companions(own, [cache.ledger() for cache in self._companions.values()])
 
     def history(self, layer: int, stream: str = "self") -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ PARTS = (
     "statistics",
 )
 """bf16 is the history of the bf16 format; bf16_sink and bf16_recent are BF16 by policy. qtc has
-gains, means, and positions (of tokens with gaps between them)."""
+gains, means, and positions (of tokens with gaps between them, encoded or still to be)."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,9 @@ class Ledger:
         nominal_bytes: of those tokens, packed, as papers count (codebooks and bases in, PSAC rows
             dense, statistics out; what spans share, once).
         pending_bytes: of the open chunk's clean pass, until it is committed.
+        making_bytes: of what is made beside the stream and no chunk has asked for yet: what is
+            there once it is made, until then the most that it can be. Not part of `total`, and of
+            no equality: it alone depends on how fast the worker is.
         scratch_bytes: of the shared scratch of one layer, transient and not part of `total`.
     """
 
@@ -57,6 +60,7 @@ class Ledger:
     compressed_bf16_bytes: int
     nominal_bytes: int
     pending_bytes: int
+    making_bytes: int = field(compare=False)
     scratch_bytes: int
 
     @property
@@ -87,6 +91,7 @@ def beside_spans(
     guides = [segment.guide for segment in segments if segment.guide is not None]
     for guide in (ChunkGuide(span, None), *guides):
         found.extend(("statistics", tensor) for tensor in guide.statistics())
+        found.extend(("positions", tensor) for tensor in guide.places())
         found.extend(("bases", tensor) for tensor in guide.bases())
     if learner is not None:
         found.extend(("statistics", tensor) for tensor in learner.tensors())
@@ -100,9 +105,11 @@ def take_stock(
     segments: Sequence[Segment],
     extra: Iterable[tuple[str, Tensor]],
     pending: Iterable[Tensor],
+    learner: Learner | None,
     scratch: Iterable[Tensor],
 ) -> Ledger:
     """Count live storages once each, under the first part that holds them."""
+    made, to_come = ((), 0) if learner is None else learner.in_work()
     seen: set[int] = set()
 
     def unseen_bytes(tensor: Tensor) -> int:
@@ -138,6 +145,7 @@ def take_stock(
         compressed_bf16_bytes=compressed * per_token,
         nominal_bytes=nominal + storage_bytes(list(shared.values())),
         pending_bytes=sum(map(unseen_bytes, pending)),
+        making_bytes=sum(map(unseen_bytes, made)) + to_come,
         scratch_bytes=sum(map(unseen_bytes, scratch)),
     )
 

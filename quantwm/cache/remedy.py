@@ -65,7 +65,7 @@ def remedy(cache: Any, free: int | None = None) -> str:
     from quantwm.memory import free_bytes
 
     ledger = cache.ledger()
-    held = ledger.total + ledger.pending_bytes + ledger.scratch_bytes
+    held = ledger.total + ledger.pending_bytes + ledger.making_bytes + ledger.scratch_bytes
     free = free_bytes(cache.device) if free is None else free
     itemsize = cache.dtype.itemsize
     tokens = None if cache.policy.window_frames else max(cache.tokens, cache.spec.tokens_per_chunk)

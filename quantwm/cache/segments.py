@@ -65,10 +65,13 @@ class ChunkGuide:
         return self if self.learned is None else replace(self, learned=self.learned.select(keep))
 
     def statistics(self) -> tuple[Tensor, ...]:
-        """What it holds beside the bases."""
+        """What it holds beside the bases and the places of tokens."""
         held = (self.weights, self.span.eigenvalues)
         learned = () if self.learned is None else self.learned.tensors()
         return (*(t for t in held if t is not None), *learned)
+
+    def places(self) -> tuple[Tensor, ...]:
+        return () if self.learned is None else tuple(self.learned.places())
 
     def bases(self) -> tuple[Tensor, ...]:
         own = () if self.span.basis is None else (self.span.basis,)

@@ -189,7 +189,12 @@ class Learner(Protocol):
         ...
 
     def guide(self, lesson: Any, positions: TokenPositions) -> Any:
-        """Of one chunk: `of_slot(slot)` for QueryGuide.learned, `select(keep)`, `tensors()`."""
+        """Of one chunk: `of_slot(slot)` for QueryGuide.learned, `select(keep)`, `places()` of its
+        tokens, and `tensors()` that it holds beside those and the lesson."""
+        ...
+
+    def in_work(self) -> tuple[Sequence[Tensor], int]:
+        """What `begin` has started: tensors that are made, bytes of those that are to come."""
         ...
 
     def tensors(self) -> Sequence[Tensor]: ...

@@ -59,7 +59,8 @@ def _ldlq(z: Tensor, metric: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """H = U D U^T with U unit upper triangular: channel k aims at z_k - sum_i<k e_i U_ik."""
     eye = torch.eye(metric.shape[-1], device=metric.device)
     mean = metric.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
-    upper = torch.linalg.cholesky((metric + DAMPING * mean * eye).flip(-1, -2)).flip(-1, -2)
+    # Not `cholesky`, whose check makes the host wait for the device: damping makes it definite.
+    upper = torch.linalg.cholesky_ex((metric + DAMPING * mean * eye).flip(-1, -2)).L.flip(-1, -2)
     upper = upper / upper.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
     codes = torch.empty(z.shape, dtype=torch.uint8, device=z.device)
     error = torch.zeros_like(z)

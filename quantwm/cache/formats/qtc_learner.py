@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats import qtc_basis
-from quantwm.cache.formats.qtc_basis import Basis
+from quantwm.cache.formats.qtc_basis import Basis, basis_bytes
 from quantwm.cache.formats.qtc_metric import metric
 from quantwm.cache.formats.qtc_span import QtcSpan
 from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, full
@@ -134,8 +134,12 @@ class LearnedGuide:
         return replace(self, positions=self.positions.select(keep))
 
     def tensors(self) -> list[Tensor]:
-        """What it holds beside the bases."""
+        """What it holds beside the bases and the places of tokens."""
         return [slot.triangle for slot in self.queries]
+
+    def places(self) -> list[Tensor]:
+        """Of its tokens, once some between them were dropped."""
+        return [] if self.positions.places is None else [self.positions.places]
 
 
 class QtcLearner:
@@ -237,10 +241,26 @@ class QtcLearner:
         if not self._asked(current):
             return current
         self.begin(current)
-        lesson, note = self._job[1].result(_tensors_of)
+        try:
+            lesson, note = self._job[1].result(_tensors_of)
+        except BaseException:
+            self._job = None  # it may be asked for again, and holds what the failed work held
+            raise
         if note is not None:
             note_fallback(note)
         return lesson
+
+    def in_work(self) -> tuple[list[Tensor], int]:
+        """What `begin` has started: tensors once they are made, and until then the bytes that
+        new bases of all slots will take (none where the present ones turn out to do)."""
+        if self._job is None:
+            return [], 0
+        if self._job[1].running:
+            heads, head_dim = self.statistics[0].keys.total.shape
+            one = sum(basis_bytes(rows, head_dim) for rows in self.coding.rows)
+            return [], len(self.statistics) * heads * one
+        found = self._job[1].made()
+        return ([] if found is None else _tensors_of(found)), 0
 
     def _seen(self) -> int:
         return min(slot.keys.count for slot in self.statistics)

@@ -44,7 +44,9 @@ class Tokens:
     def last(self, count: int, step: int) -> Tokens:
         """Every step-th of the last `count` tokens."""
         first = self.given.shape[1] - count
-        positions = self.positions.select(torch.arange(first, first + count, step))
+        stop = first + count
+        keep = slice(first, stop) if step == 1 else torch.arange(first, stop, step)
+        positions = self.positions.select(keep)
         return Tokens(self.given[:, first::step], self.rope, positions)
 
     @cached_property

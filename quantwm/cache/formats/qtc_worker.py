@@ -39,6 +39,16 @@ class Job(Generic[ResultT]):
                 tensor.record_stream(stream)
         return result
 
+    def made(self) -> ResultT | None:
+        """What the work gave, without waiting: None before it is done, and where it failed."""
+        if not self._future.done() or self._future.exception() is not None:
+            return None
+        return self._future.result()
+
+    @property
+    def running(self) -> bool:
+        return not self._future.done()
+
     def _beside(self, work: Callable[[], ResultT], reads: Sequence[Tensor]) -> Callable[[], Any]:
         """The work on a stream of its own, behind all that is queued now."""
         side, ready = _side_stream(self._device), torch.cuda.Event()
