@@ -25,9 +25,7 @@ def _levels(
     the odd bits: the order in which they lie in the words. Two halves and not one matrix: put
     together again they cost three times the moves.
     """
-    width, second, third, odd, with_second, with_third = block_words(
-        widths_ptr, FIRST, BLOCKS, NB
-    )
+    width, second, third, odd, with_second, with_third = block_words(widths_ptr, FIRST, BLOCKS, NB)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
     block = FIRST + tl.arange(0, BLOCKS)
     place = token[:, None] * (WORDS // 2)
