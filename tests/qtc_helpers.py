@@ -1,4 +1,4 @@
-"""Keys with a spectrum, and a qtc cache that remembers what it was given; shared by tests."""
+"""Seeded tensors, keys with a spectrum, a qtc cache that remembers its input; shared by tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from quantwm.cache.spec import RopeLayout
 
 ROPE = RopeLayout((12, 10, 10), (2, 3))
 SPEC = CacheSpec(layers=2, heads=2, head_dim=32, tokens_per_frame=6, frames_per_chunk=4, rope=ROPE)
+SMALL_ROPE = RopeLayout((8, 4, 4), (2, 3))
 CPU = torch.device("cpu")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def positive_definite(seed: int, size: int = 32, heads: int = 2) -> Tensor:
+    """float64 [heads, size, size] with a spectrum over three decades."""
+    turn = torch.linalg.qr(randn(heads, size, size, seed=seed, dtype=torch.float64))[0]
+    return turn @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ turn.mT
 
 
 class Source:

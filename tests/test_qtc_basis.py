@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from qtc_helpers import CPU, SMALL_ROPE, positive_definite, randn
 from torch import Tensor
 
 from quantwm.cache import positions
@@ -22,28 +23,14 @@ from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import CacheSpec, RopeLayout
 from quantwm.errors import UserError
 
-LAYOUT = RopeLayout((8, 4, 4), (2, 3))
-CPU = torch.device("cpu")
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def _spd(seed: int, size: int = 32, heads: int = 2) -> Tensor:
-    """Positive definite [heads, size, size] with a spectrum over three decades."""
-    turn = torch.linalg.qr(_randn(heads, size, size, seed=seed, dtype=torch.float64))[0]
-    return turn @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ turn.mT
-
-
 # Positions.
 
 
 def test_turning_by_places_is_rope() -> None:
     """Against a rotation written out for one token."""
     place = TokenPositions(5 * 6 + 4, 1)  # frame 5, row 1, column 1 of a grid of 2 x 3
-    x = _randn(1, 1, 16)
-    turned = rotate_(x.clone(), turns(LAYOUT, place, 0, 1, CPU))
+    x = randn(1, 1, 16)
+    turned = rotate_(x.clone(), turns(SMALL_ROPE, place, 0, 1, CPU))
     speeds = [10000 ** (-2 * j / 8) * 5 for j in range(4)]
     speeds += [10000 ** (-2 * j / 4) for j in range(2)] * 2
     for pair, angle in enumerate(speeds):
@@ -61,15 +48,15 @@ def test_turning_by_places_is_rope() -> None:
 def test_turns_made_on_the_device_are_the_turns(places: TokenPositions) -> None:
     kept = places.select(torch.arange(0, places.count, 2))
     for own in (places, kept):
-        found = positions._turns_there(LAYOUT, own.tensor(0, own.count))
-        torch.testing.assert_close(found, turns(LAYOUT, own, 0, own.count, CPU))
+        found = positions._turns_there(SMALL_ROPE, own.tensor(0, own.count))
+        torch.testing.assert_close(found, turns(SMALL_ROPE, own, 0, own.count, CPU))
 
 
 @pytest.mark.parametrize("first", [0, 7, 10**7])
 def test_turning_back_gives_the_key_at_any_place(first: int) -> None:
     positions = TokenPositions(first, 13)
-    x = _randn(2, 13, 20)  # 4 channels behind the split stay as they are
-    turn = turns(LAYOUT, positions, 0, 13, CPU)
+    x = randn(2, 13, 20)  # 4 channels behind the split stay as they are
+    turn = turns(SMALL_ROPE, positions, 0, 13, CPU)
     turned = rotate_(x.clone(), turn)
     assert torch.equal(turned[..., 16:], x[..., 16:])
     torch.testing.assert_close(rotate_(turned, turn, inverse=True), x, atol=1e-5, rtol=1e-5)
@@ -115,7 +102,7 @@ def test_a_wrong_layout_is_refused(settings: dict[str, object], words: str) -> N
 @pytest.mark.parametrize(("head_dim", "tokens"), [(8, 6), (16, 5)])
 def test_a_layout_that_does_not_fit_the_cache_is_refused(head_dim: int, tokens: int) -> None:
     with pytest.raises(UserError, match="RoPE"):
-        CacheSpec(1, 1, head_dim, tokens, 2, rope=LAYOUT)
+        CacheSpec(1, 1, head_dim, tokens, 2, rope=SMALL_ROPE)
 
 
 # Metric.
@@ -123,13 +110,13 @@ def test_a_layout_that_does_not_fit_the_cache_is_refused(head_dim: int, tokens: 
 
 def test_the_closed_form_is_the_mean_over_offsets() -> None:
     """All offsets of a small grid and horizon, written out; 4 channels stay unturned."""
-    horizon, moment = 5, _spd(3, 20, heads=2)
+    horizon, moment = 5, positive_definite(3, 20, heads=2)
     total = torch.zeros_like(moment)
     cells = list(itertools.product(range(2), range(3)))
     for time, query, key in itertools.product(range(horizon), cells, cells):
         offsets = (time, query[0] - key[0], query[1] - key[1])
         total += _turned(moment, offsets) / (horizon * len(cells) ** 2)
-    found = qtc_metric.mean_over_offsets(moment, LAYOUT, horizon)
+    found = qtc_metric.mean_over_offsets(moment, SMALL_ROPE, horizon)
     torch.testing.assert_close(found, total, atol=1e-10, rtol=1e-8)
 
 
@@ -138,7 +125,7 @@ def _turned(moment: Tensor, offsets: tuple[int, int, int]) -> Tensor:
     size = moment.shape[-1]
     turn = torch.eye(size, dtype=torch.float64)
     pair = 0
-    for channels, offset in zip(LAYOUT.split, offsets, strict=True):
+    for channels, offset in zip(SMALL_ROPE.split, offsets, strict=True):
         for j in range(channels // 2):
             angle = offset * 10000.0 ** (-2 * j / channels)
             c, s = math.cos(angle), math.sin(angle)
@@ -152,7 +139,7 @@ def test_the_metric_is_the_mean_squared_logit_error() -> None:
     """Sampled: queries at later places read a key with an error; e M e^T is what they see."""
     size, horizon = 16, 4
     generator = torch.Generator().manual_seed(1)
-    moment = _spd(5, size, heads=1)
+    moment = positive_definite(5, size, heads=1)
     draws = 40_000
     root = torch.linalg.cholesky(moment[0])
     q0 = torch.randn(draws, size, generator=generator, dtype=torch.float64) @ root.T
@@ -162,21 +149,21 @@ def test_the_metric_is_the_mean_squared_logit_error() -> None:
     key = TokenPositions(0, draws, (7 * 6 + key_cell).int())
     ahead = torch.randint(0, horizon, (draws,), generator=generator)
     query = TokenPositions(0, draws, ((7 + ahead) * 6 + query_cell).int())
-    e = rotate_(error.expand(1, draws, size).float().clone(), turns(LAYOUT, key, 0, draws, CPU))
-    q = rotate_(q0[None].float(), turns(LAYOUT, query, 0, draws, CPU))
+    e = rotate_(error.expand(1, draws, size).float().clone(), turns(SMALL_ROPE, key, 0, draws, CPU))
+    q = rotate_(q0[None].float(), turns(SMALL_ROPE, query, 0, draws, CPU))
     seen = (q * e).sum(-1).square().mean()
-    expected = error @ qtc_metric.mean_over_offsets(moment, LAYOUT, horizon)[0] @ error
+    expected = error @ qtc_metric.mean_over_offsets(moment, SMALL_ROPE, horizon)[0] @ error
     assert float(seen) == pytest.approx(float(expected), rel=0.05)
 
 
 @pytest.mark.parametrize("kind", ["zero", "rank one", "one dead channel", "huge"])
 def test_the_metric_is_positive_definite_whatever_was_seen(kind: str) -> None:
-    q = _randn(1, 3 if kind == "rank one" else 50, 16)
+    q = randn(1, 3 if kind == "rank one" else 50, 16)
     q[:, 1:] *= kind != "rank one"
     q *= {"zero": 0.0, "huge": 1e15}.get(kind, 1.0)
     if kind == "one dead channel":
         q[..., 3] = 0
-    found = qtc_metric.metric(q.mT @ q, LAYOUT, 8)
+    found = qtc_metric.metric(q.mT @ q, SMALL_ROPE, 8)
     assert torch.isfinite(found).all()
     assert float(torch.linalg.eigvalsh(found).min()) >= 0.9 * qtc_metric.RIDGE
 
@@ -189,7 +176,7 @@ def _cost(error: Tensor, metric: Tensor) -> float:
 
 
 def test_channels_are_uncorrelated_and_errors_plain_in_the_basis() -> None:
-    cov, metric = _spd(1), _spd(2)
+    cov, metric = positive_definite(1), positive_definite(2)
     variances, rows = qtc_basis.eigen_rows(cov, metric)
     eye = torch.eye(32, dtype=torch.float64)
     torch.testing.assert_close(rows @ metric @ rows.mT, eye.expand(2, 32, 32), atol=1e-9, rtol=0)
@@ -222,9 +209,9 @@ def test_greedy_widths_are_the_best_widths(variances: list[float], words: int, m
 
 def test_analysis_takes_rounding_of_the_rows_into_account() -> None:
     """Coordinates on the stored INT8 rows reproduce what lies in their span exactly."""
-    cov, metric = _spd(1), _spd(2)
+    cov, metric = positive_definite(1), positive_definite(2)
     basis, _ = qtc_basis.fit_basis(cov, metric, torch.zeros(2, 32), 64, 16, 6)
-    coordinates = _randn(2, 7, 16, seed=4)
+    coordinates = randn(2, 7, 16, seed=4)
     x = coordinates @ basis.matrix()
     found = x @ qtc_basis.analysis(basis, metric)
     torch.testing.assert_close(found, coordinates, atol=1e-3, rtol=1e-3)
@@ -233,10 +220,10 @@ def test_analysis_takes_rounding_of_the_rows_into_account() -> None:
 @pytest.mark.parametrize("kind", ["own metric", "later metric", "plain"])
 def test_the_iterated_projection_is_the_projection(kind: str) -> None:
     """What runs on a GPU, products alone, against the factorization."""
-    cov, metric = _spd(1, 64), _spd(2, 64)
+    cov, metric = positive_definite(1, 64), positive_definite(2, 64)
     made_for = None if kind == "plain" else metric
     basis, _ = qtc_basis.fit_basis(cov, made_for, torch.zeros(2, 64), 128, 48, 6)
-    read = 0.5 * metric + 0.5 * _spd(3, 64) if kind == "later metric" else made_for
+    read = 0.5 * metric + 0.5 * positive_definite(3, 64) if kind == "later metric" else made_for
     exact = qtc_basis.analysis(basis, read)
     found = qtc_basis._iterated(basis.matrix(), read)
     assert float((found - exact).norm(dim=1).div(exact.norm(dim=1)).max()) < 1e-4
@@ -244,9 +231,9 @@ def test_the_iterated_projection_is_the_projection(kind: str) -> None:
 
 @pytest.mark.parametrize("budget", [32, 64, 96])
 def test_a_basis_keeps_its_promise_on_gaussian_data(budget: int) -> None:
-    cov, metric = _spd(1), _spd(2)
+    cov, metric = positive_definite(1), positive_definite(2)
     basis, promised = qtc_basis.fit_basis(cov, metric, torch.zeros(2, 32), budget, 32, 6)
-    x = _randn(2, 4000, 32, dtype=torch.float64) @ torch.linalg.cholesky(cov).mT
+    x = randn(2, 4000, 32, dtype=torch.float64) @ torch.linalg.cholesky(cov).mT
     codes, gains = qtc_coder.encode_in_basis(x.float(), basis, metric)
     assert codes.shape == (2, 4000, budget // 8) and gains.dtype == torch.uint8
     error = qtc_coder.decode_in_basis(codes, gains, basis).double() - x
@@ -258,8 +245,8 @@ def test_a_basis_keeps_its_promise_on_gaussian_data(budget: int) -> None:
 
 def test_the_query_metric_pays() -> None:
     """Coding for the metric costs less in the metric than coding for the plain error."""
-    cov, metric = _spd(1), _spd(2)
-    x = _randn(2, 500, 32, dtype=torch.float64) @ torch.linalg.cholesky(cov).mT
+    cov, metric = positive_definite(1), positive_definite(2)
+    x = randn(2, 500, 32, dtype=torch.float64) @ torch.linalg.cholesky(cov).mT
     costs = []
     for read in (metric, None):
         basis, _ = qtc_basis.fit_basis(cov, read, torch.zeros(2, 32), 64, 32, 6)
@@ -269,7 +256,7 @@ def test_the_query_metric_pays() -> None:
 
 
 def test_basis_bytes_are_the_bytes() -> None:
-    basis, _ = qtc_basis.fit_basis(_spd(1), None, torch.zeros(2, 32), 64, 16, 6)
+    basis, _ = qtc_basis.fit_basis(positive_definite(1), None, torch.zeros(2, 32), 64, 16, 6)
     held = sum(t.numel() * t.element_size() for t in basis.tensors())
     assert held == 2 * qtc_basis.basis_bytes(16, 32)
 
@@ -285,7 +272,7 @@ def test_singular_statistics_still_give_a_basis(kind: str) -> None:
     cov = qtc_basis.covariance(scatter / 100, mean, 0.05)
     assert float(torch.linalg.eigvalsh(cov).min()) > 0
     basis, _ = qtc_basis.fit_basis(cov, None, mean, 32, 16, 5)
-    x = _randn(1, 20, 16)
+    x = randn(1, 20, 16)
     decoded = qtc_coder.decode_in_basis(*qtc_coder.encode_in_basis(x, basis, None), basis)
     assert torch.isfinite(decoded).all()
     assert float(decoded.norm()) < 3 * float(x.norm())

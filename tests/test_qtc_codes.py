@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from qtc_helpers import CPU, positive_definite, randn
 from torch import Tensor
 
 from quantwm.cache.formats import (
@@ -19,21 +20,6 @@ from quantwm.cache.formats import (
 )
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.positions import TokenPositions
-from quantwm.cache.spec import RopeLayout
-
-LAYOUT = RopeLayout((8, 4, 4), (2, 3))
-CPU = torch.device("cpu")
-
-
-def _randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def _spd(seed: int, size: int = 32, heads: int = 2) -> Tensor:
-    """Positive definite [heads, size, size] with a spectrum over three decades."""
-    turn = torch.linalg.qr(_randn(heads, size, size, seed=seed, dtype=torch.float64))[0]
-    return turn @ torch.diag(torch.logspace(1, -2, size, dtype=torch.float64)) @ turn.mT
-
 
 # Levels.
 
@@ -66,7 +52,7 @@ def test_levels_are_optimal_for_a_gaussian(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", range(1, 7))
 def test_codes_name_the_nearest_level(bits: int) -> None:
-    x = 2 * _randn(500, seed=bits)
+    x = 2 * randn(500, seed=bits)
     levels = qtc_levels.table(CPU)[2**bits : 2 ** (bits + 1)]
     nearest = (x[:, None] - levels).abs().argmin(1)
     assert torch.equal(qtc_levels.quantize(x, bits).long(), nearest)
@@ -115,7 +101,7 @@ def test_the_kernel_s_quantizer_is_the_quantizer() -> None:
     counts, inside = qtc_levels.cell_tables(CPU)
     for bits in range(1, 7):
         edges = qtc_levels.borders(bits, CPU)
-        x = torch.cat((edges, edges + 1e-4, edges - 1e-4, 3 * _randn(500), torch.tensor([50.0])))
+        x = torch.cat((edges, edges + 1e-4, edges - 1e-4, 3 * randn(500), torch.tensor([50.0])))
         size, half = x.abs(), 2 ** (bits - 1)
         cell = (size.clamp(max=4.0) * 16).int().clamp(max=qtc_levels.CELLS - 1).long()
         above = counts[bits, cell].int()
@@ -154,8 +140,8 @@ def test_the_rotation_is_orthogonal(head_dim: int) -> None:
 
 def test_feedback_costs_less_than_rounding() -> None:
     """LDLQ and the descent lower the cost in the metric; the descent never raises it."""
-    metric = _spd(7).float()
-    z = _randn(2, 200, 32, seed=2)
+    metric = positive_definite(7).float()
+    z = randn(2, 200, 32, seed=2)
     plain = qtc_fallback.level(qtc_levels.quantize(z, 2), 2) - z
     codes, error = qtc_fallback._ldlq(z, metric, 2)
     descended = qtc_fallback._descend(z, metric, codes, error.clone(), 2)
@@ -176,7 +162,7 @@ def test_gains_are_within_half_a_step() -> None:
 
 
 def test_means_are_within_half_a_step() -> None:
-    mean, about = _randn(2, 16), _randn(2, 16, seed=1)
+    mean, about = randn(2, 16), randn(2, 16, seed=1)
     codes, scale = qtc_gain.mean_codes(mean, about)
     off = (qtc_gain.decoded_means(codes, scale, about)[:, 0] - mean).abs()
     assert bool((off <= 0.51 * scale.float()).all())
@@ -188,7 +174,7 @@ def _tokens(x: Tensor) -> Tokens:
 
 @pytest.mark.parametrize("count", [3, 24, 192])
 def test_one_broken_token_does_not_own_mean_and_covariance(count: int) -> None:
-    x = _randn(1, count, 16)
+    x = randn(1, count, 16)
     clean = qtc_statistics.Moments.empty(CPU).with_chunk(_tokens(x))
     x[0, count // 2] = 1e6
     broken = qtc_statistics.Moments.empty(CPU).with_chunk(_tokens(x))
@@ -201,14 +187,14 @@ def test_one_broken_token_does_not_own_mean_and_covariance(count: int) -> None:
 
 
 def test_the_mean_is_the_mean_where_nothing_stands_out() -> None:
-    x = _randn(2, 50, 16) + 3
+    x = randn(2, 50, 16) + 3
     mean, weights = _tokens(x).centre()
     torch.testing.assert_close(mean, x.mean(1))
     assert torch.equal(weights, torch.ones(2, 50))
 
 
 def test_moments_of_chunks_are_those_within_chunks() -> None:
-    first, second = _randn(2, 30, 16), _randn(2, 20, 16, seed=1) + 3
+    first, second = randn(2, 30, 16), randn(2, 20, 16, seed=1) + 3
     found = qtc_statistics.Moments.empty(CPU).with_chunk(_tokens(first))
     found = found.with_chunk(_tokens(second))
     expected = sum(

@@ -36,13 +36,13 @@ def test_map_is_a_function_of_its_seed_and_connected():
     for seed in range(20):
         built = build_map(seed)
         assert built.text == build_map(seed).text
-        reached, todo = {0}, [0]
-        while todo:
-            for door in built.neighbours[todo.pop()]:
+        reached, waiting = {0}, [0]
+        while waiting:
+            for door in built.neighbours[waiting.pop()]:
                 for room in (door.a, door.b):
                     if room not in reached:
                         reached.add(room)
-                        todo.append(room)
+                        waiting.append(room)
         assert len(reached) == MapConfig().grid ** 2
     assert build_map(0).text != build_map(1).text
 

@@ -192,9 +192,9 @@ class Recorder:
         self._folder = folder.resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._length, self._processes, self._patience = length, processes, patience
-        todo = self._missing(list(seeds))
-        size = max(1, min(MAPS_PER_PROCESS, -(-len(todo) // processes)))
-        self._queue = [(todo[i : i + size], 1) for i in range(0, len(todo), size)]
+        missing = self._missing(list(seeds))
+        size = max(1, min(MAPS_PER_PROCESS, -(-len(missing) // processes)))
+        self._queue = [(missing[i : i + size], 1) for i in range(0, len(missing), size)]
         self._running: list[_Worker] = []
         self._closed = threading.Event()
         self.given_up: list[int] = []
