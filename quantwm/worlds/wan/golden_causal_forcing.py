@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from quantwm.worlds.wan.golden_common import (
     open_cache,
     policy_of,
     runs_of,
-    with_heads,
+    sized,
 )
-from quantwm.worlds.wan.names import canonical, infer_config
 from quantwm.worlds.wan.rolling import RollingForcing, RollingRule
 from quantwm.worlds.wan.schedules import flow_match_steps
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
@@ -32,8 +30,7 @@ from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
 def causal_forcing(golden: GoldenSet, compare: Comparison) -> None:
     """Windowed, full and framewise rollouts; FP32 and BF16."""
     info = golden.info["config"]
-    config = replace(infer_config(canonical(golden.weights)), context_len=info["model"]["text_len"])
-    config = with_heads(config, info["model"]["num_heads"])
+    config = sized(golden, info["model"]["num_heads"], info["model"]["text_len"])
     for rollout, rules in info["rollouts"].items():
         for run in runs_of(golden, rollout, rules):
             model = build(golden.weights, config, DTYPES[run])
@@ -97,8 +94,8 @@ def causal_forcing_long(golden: GoldenSet, compare: Comparison) -> None:
     """The rolling window with its moving anchor, FP32."""
     info = golden.info["config"]
     sizes, grid = golden.info["model_config"], grid_of(golden.info["latent_hw"])
-    config = replace(infer_config(canonical(golden.weights)), context_len=sizes["text_len"])
-    model = build(golden.weights, with_heads(config, sizes["num_heads"]), torch.float32)
+    config = sized(golden, sizes["num_heads"], sizes["text_len"])
+    model = build(golden.weights, config, torch.float32)
     size = info["num_frame_per_block"]
     rule = RollingRule(
         chunk_frames=size,

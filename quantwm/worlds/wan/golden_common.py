@@ -15,7 +15,7 @@ from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.config import WanConfig
 from quantwm.worlds.wan.geometry import cache_spec
 from quantwm.worlds.wan.loading import assign, on_meta
-from quantwm.worlds.wan.names import canonical, family
+from quantwm.worlds.wan.names import canonical, family, infer_config
 from quantwm.worlds.wan.self_forcing import StepTrace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16_autocast": torch.bfloat16}
@@ -122,8 +122,24 @@ def check_cursors(compare: Comparison, prefix: str, held_tokens: int, end_tokens
     compare.check(f"{prefix}.global_end_index", end_tokens)
 
 
-def with_heads(config: WanConfig, heads: int) -> WanConfig:
-    return replace(config, heads=heads, head_dim=config.width // heads)
+def sized(golden: GoldenSet, heads: int, context_len: int, action_heads: int = 0) -> WanConfig:
+    """The sizes of a miniature: its heads are given, the rest is read from its weights.
+
+    action_heads: of Matrix-Game-2's action module, 0 for a model without one.
+    """
+    named = canonical(golden.weights)
+    width = named["patch_embedding.weight"].shape[0]
+    inner = [t for name, t in named.items() if name.endswith("action_model.mouse_attn_q.weight")]
+    if heads < 1 or width % heads:
+        raise UserError(f"{golden.name}: a width of {width} is not {heads} equal heads")
+    if not inner:
+        return replace(infer_config(named, width // heads), context_len=context_len)
+    if action_heads < 1 or inner[0].shape[0] % action_heads:
+        raise UserError(
+            f"{golden.name}: an action width of {inner[0].shape[0]} is not {action_heads} heads"
+        )
+    config = infer_config(named, width // heads, inner[0].shape[0] // action_heads)
+    return replace(config, context_len=context_len)
 
 
 def check_trace(

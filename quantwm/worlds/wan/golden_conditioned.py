@@ -21,9 +21,8 @@ from quantwm.worlds.wan.golden_common import (
     open_cache,
     policy_of,
     runs_of,
-    with_heads,
+    sized,
 )
-from quantwm.worlds.wan.names import canonical, infer_config
 from quantwm.worlds.wan.schedules import Step, flow_match_steps, unipc_steps
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
 
@@ -32,8 +31,7 @@ def lingbot(golden: GoldenSet, compare: Comparison) -> None:
     """Sink and window, camera condition from poses; FP32 and autocast rules in BF16."""
     info = golden.info["config"]
     sizes, hw = info["model"], info["latent_hw"]
-    config = replace(infer_config(canonical(golden.weights)), context_len=sizes["text_len"])
-    config = with_heads(config, sizes["num_heads"])
+    config = sized(golden, sizes["num_heads"], sizes["text_len"])
     camera = _lingbot_camera(golden, compare, info["chunk_size"], hw)
     steps = unipc_steps(info["timesteps_index"], info["shift"])
     for name, values in (
@@ -116,17 +114,12 @@ def matrix_game2(golden: GoldenSet, compare: Comparison) -> None:
     """Three cached streams, actions per chunk; streaming and offline drivers, FP32 and BF16."""
     info = golden.info["config"]
     sizes = info["model"]
-    named = canonical(golden.weights)
-    inner = next(t for n, t in named.items() if n.endswith("action_model.mouse_attn_q.weight"))
-    head_dim = inner.shape[0] // sizes["action_config"]["heads_num"]
-    config = infer_config(named, action_head_dim=head_dim)
-    rotary = sizes["action_config"]
+    rotary, rows = sizes["action_config"], golden["in.visual_context"].shape[1]
+    config = sized(golden, sizes["num_heads"], rows, rotary["heads_num"])
     action = replace(
         config.action, rope_dim=rotary["rope_dim_list"][0], rope_theta=rotary["rope_theta"]
     )
     config = replace(config, action=action)
-    config = replace(config, context_len=golden["in.visual_context"].shape[1])
-    config = with_heads(config, sizes["num_heads"])
     for run in runs_of(golden, "rollout", None):
         model = build(golden.weights, config, DTYPES[run])
         _matrix_game2_run(golden, compare, model, run)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from quantwm.cache import CachePolicy
@@ -19,11 +17,10 @@ from quantwm.worlds.wan.golden_common import (
     grid_of,
     open_cache,
     runs_of,
-    with_heads,
+    sized,
 )
 from quantwm.worlds.wan.memory_frames import select
 from quantwm.worlds.wan.memory_rollout import MemoryRollout
-from quantwm.worlds.wan.names import canonical, infer_config
 from quantwm.worlds.wan.prope import Cameras, apply, cameras
 from quantwm.worlds.wan.rotary import frame_angles, rotate
 
@@ -42,8 +39,7 @@ def hy_worldplay(golden: GoldenSet, compare: Comparison) -> None:
         first = chunk * info["chunk"]
         selection[chunk] = select(w2c[: first + info["chunk"]], first, golden["in.points_local"])
         compare.check(f"rollout.select.c{chunk}", torch.tensor(selection[chunk]))
-    config = replace(infer_config(canonical(golden.weights)), context_len=info["text_len"])
-    config = with_heads(config, info["model"]["num_attention_heads"])
+    config = sized(golden, info["model"]["num_attention_heads"], info["text_len"])
     for run in runs_of(golden, "rollout", None):
         model = build(golden.weights, config, DTYPES[run])
         _hy_run(golden, compare, model, run, selection)
