@@ -12,6 +12,7 @@ from quantwm.worlds.embedded.config import PRESETS
 from quantwm.worlds.embedded.pose import pose_features
 from quantwm.worlds.embedded.rope import rope_tables
 from quantwm.worlds.embedded.transformer import Transformer
+from training.gaps import HiddenChunks
 from training.rollout import DenseHistory, forward_chunk
 from training.teacher_forcing import (
     block_mask,
@@ -124,3 +125,63 @@ def test_no_chunk_sees_its_own_truth_or_the_future(clip):
     after = predict_clip(model, changed, noisy, sigma, keys, tables, attend)
     assert torch.equal(before[:, :12], after[:, :12])
     assert not torch.allclose(before[:, 12:], after[:, 12:], atol=1e-3)
+
+
+def hidden_chunks():
+    """Chunk 1 of the first clip and chunks 1 and 2 of the second are hidden."""
+    hidden = HiddenChunks(2, FRAMES // 4, "cpu")
+    hidden.set(torch.tensor([[False, True, False, False], [False, True, True, False]]))
+    return hidden
+
+
+def test_training_forward_with_gaps_equals_a_rollout_that_lacks_those_chunks(clip, pose):
+    model, clean, noisy, sigma, keys = clip
+    hidden = hidden_chunks()
+    attend = sdpa_attend(dense_mask(FRAMES, CONFIG, 4, "cpu"), hidden)
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    level = torch.full_like(sigma, 0.5)
+    parallel = predict_clip(model, clean, noisy, level, keys, tables, attend, pose=pose)
+    for batch in range(2):
+        history = DenseHistory(CONFIG.tokens_per_chunk)
+        one = slice(batch, batch + 1)
+        for chunk in range(FRAMES // 4):
+            part = slice(4 * chunk, 4 * chunk + 4)
+            here = (keys[one, part], 4 * chunk)
+            told = pose[one, part]
+            out = forward_chunk(model, history, noisy[one, part], 0.5, *here, False, told)
+            torch.testing.assert_close(out, parallel[one, part], rtol=1e-4, atol=1e-4)
+            if not hidden.buffer[batch, chunk]:
+                forward_chunk(model, history, clean[one, part], 0.0, *here, True, told)
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_flex_with_gaps_equals_dense_and_follows_its_buffer(clip, window):
+    model, clean, noisy, sigma, keys = clip
+    hidden = hidden_chunks()
+    mask = block_mask(FRAMES, CONFIG, window, "cpu", hidden)
+    dense = dense_mask(FRAMES, CONFIG, window, "cpu")
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    flex, sdpa = flex_attend(mask), sdpa_attend(dense, hidden)
+    seen = []
+    for gaps in (hidden.buffer[:, :4].clone(), torch.zeros(2, 4, dtype=torch.bool)):
+        hidden.set(gaps)
+        outs = [predict_clip(model, clean, noisy, sigma, keys, tables, a) for a in (flex, sdpa)]
+        torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-4)
+        seen.append(outs[0])
+    if window == 4:
+        assert not torch.allclose(seen[0][:, 8:], seen[1][:, 8:], atol=1e-3)
+    plain = predict_clip(model, clean, noisy, sigma, keys, tables, sdpa_attend(dense))
+    torch.testing.assert_close(seen[1], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_with_gaps_are_finite_and_reach_no_hidden_chunk(clip):
+    model, clean, noisy, sigma, keys = clip
+    hidden = hidden_chunks()
+    attend = sdpa_attend(dense_mask(FRAMES, CONFIG, 4, "cpu"), hidden)
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    history = clean.clone().requires_grad_()
+    out = predict_clip(model, history, noisy, sigma, keys, tables, attend)
+    (gradient,) = torch.autograd.grad(out.square().sum(), history)
+    by_chunk = gradient.unflatten(1, (4, 4)).abs().amax(dim=(2, 3, 4, 5))
+    assert torch.isfinite(gradient).all()
+    assert torch.equal(by_chunk[:, :3] == 0, hidden.buffer[:, :3])

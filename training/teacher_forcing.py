@@ -2,7 +2,8 @@
 
 Clean chunk c sees clean chunks up to itself: what the clean pass writes to a cache. Noisy chunk c
 sees clean chunks before it and itself: what a denoising pass sees. One forward trains every chunk
-of the clip, and equals a rollout through a cache (tests/test_training_equality.py).
+of the clip, and equals a rollout through a cache (tests/test_training_equality.py). Chunks that
+`training/gaps.py` hides are seen by themselves only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from quantwm.worlds.embedded.config import TransformerConfig
 from quantwm.worlds.embedded.rope import rope_tables
 from quantwm.worlds.embedded.transformer import Attend, Transformer
+from training.gaps import HiddenChunks
 
 
 def sees(
@@ -43,9 +45,14 @@ def dense_mask(
 
 
 def block_mask(
-    frames: int, config: TransformerConfig, window: int, device: torch.device | str
-) -> BlockMask:
-    """The same mask for FlexAttention."""
+    frames: int, config: TransformerConfig, window: int, device: torch.device | str,
+    hidden: HiddenChunks | None = None,
+) -> BlockMask:  # fmt: skip
+    """The same mask for FlexAttention; with `hidden` less what is hidden when it is used.
+
+    Tiles are chosen once, as if nothing were hidden. What may be hidden has to be asked in every
+    one of them, so then none is declared to be seen whole.
+    """
     tokens, chunk = frames * config.tokens_per_frame, config.tokens_per_chunk
     limit = torch.tensor(window, device=device)
 
@@ -54,7 +61,23 @@ def block_mask(
     ) -> torch.Tensor:
         return sees(q, k, tokens, chunk, limit)
 
-    return create_block_mask(mask_mod, None, None, 2 * tokens, 2 * tokens, device=str(device))
+    mask = create_block_mask(mask_mod, None, None, 2 * tokens, 2 * tokens, device=str(device))
+    if hidden is None:
+        return mask
+    buffer = hidden.buffer
+
+    def mask_with_gaps(
+        b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
+        own = q // chunk == k // chunk
+        return sees(q, k, tokens, chunk, limit) & (own | ~buffer[b, k // chunk])
+
+    tiles = mask.to_dense().to(torch.int32)
+    order = tiles.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return BlockMask.from_kv_blocks(
+        tiles.sum(dim=-1, dtype=torch.int32), order, BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask_with_gaps, seq_lengths=(2 * tokens, 2 * tokens),
+    )  # fmt: skip
 
 
 def flex_attend(mask: BlockMask) -> Attend:
@@ -66,11 +89,17 @@ def flex_attend(mask: BlockMask) -> Attend:
     return attend
 
 
-def sdpa_attend(mask: torch.Tensor) -> Attend:
+def sdpa_attend(mask: torch.Tensor, hidden: HiddenChunks | None = None) -> Attend:
     """Plain masked attention, for a CPU and as the way out when FlexAttention does not compile."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        seen = mask
+        if hidden is not None:
+            chunks = hidden.buffer.shape[1]
+            chunk = torch.arange(len(mask), device=mask.device) // (len(mask) // chunks)
+            away = hidden.buffer[:, chunk][:, None, None] & (chunk[:, None] != chunk)
+            seen = mask & ~away
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
     return attend
 
