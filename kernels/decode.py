@@ -17,19 +17,13 @@ from kernels.launch import PreparedLaunch, launch
 from kernels.tile import (
     affine_scales,
     centroid_rows,
-    channels_of,
     code_levels,
     e4m3_value,
     scale_bytes,
+    store_values,
 )
 
 FLOATS = (torch.float32, torch.bfloat16)
-
-
-@triton.jit
-def _store(out_ptr, stride_n, values, rows, valid, D: tl.constexpr):
-    ptrs = out_ptr + rows[:, None, None] * stride_n + channels_of(D)
-    tl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=valid[:, None, None])
 
 
 @triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop", "first_head"])
@@ -56,7 +50,7 @@ def decode_ternary_kernel(
     means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
     values += means.to(tl.float32)
     out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
-    _store(out_ptr, out_stride_n, values, rows, valid, D)
+    store_values(out_ptr, out_stride_n, values, rows, valid, D)
 
 
 @triton.jit(
@@ -122,7 +116,7 @@ def decode_affine_kernel(
         correction = tl.dot(coefficients, directions, input_precision="ieee") * row_scale[:, None]
         values += tl.reshape(correction, (BLOCK_N, D // 16, 16))
     out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
-    _store(out_ptr, out_stride_n, values, rows, valid, D)
+    store_values(out_ptr, out_stride_n, values, rows, valid, D)
 
 
 @triton.jit
@@ -198,7 +192,7 @@ class Decoder:
         """
         heads, tokens, dim = self._shape
         out_heads, capacity, out_dim = out.shape
-        stride_h, stride_n, stride_d = out.stride()
+        stride_d = out.stride(2)
         within = 0 <= first_head <= heads - out_heads
         wanted = within and out_dim == dim and stride_d == 1
         if not wanted or out.dtype not in FLOATS or out.device != self._device:
@@ -214,9 +208,13 @@ class Decoder:
                 f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
             )
         if count:
-            blocks = -(-count // self._rows)
-            lengths = (offset, start, stop, first_head)
-            self._launch((blocks, out_heads), out, (stride_h, stride_n), lengths)
+            self._start(out, offset, start, stop, first_head)
+
+    def _start(self, out: Tensor, offset: int, start: int, stop: int, first_head: int) -> None:
+        stride_h, stride_n, _ = out.stride()
+        blocks = -(-(stop - start) // self._rows)
+        lengths = (offset, start, stop, first_head)
+        self._launch((blocks, out.shape[0]), out, (stride_h, stride_n), lengths)
 
 
 def _check(

@@ -24,18 +24,8 @@ from kernels.tile import (
     round_to_bf16,
     safe_divide,
     split_operand,
+    store_codes,
 )
-
-
-@triton.jit
-def _store_codes(
-    codes_ptr, codes, head, rows, n_tokens, BLOCK_N: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """int32 codes [BLOCK_N, ..] of a token block as little-endian words of 16 channels."""
-    words: tl.constexpr = D // 16
-    packed = tl.reshape(pack_bits(codes, BLOCK_N * words, 16), (BLOCK_N, words))
-    place = (head * n_tokens + rows)[:, None] * words + tl.arange(0, words)[None, :]
-    tl.store(codes_ptr + place, packed, mask=(rows < n_tokens)[:, None])
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -61,7 +51,7 @@ def encode_ternary_kernel(
     up = (r >= 0.5 * scale) & (scale > 0)
     down = (r <= -0.5 * scale) & (scale > 0)
     codes = 1 + up.to(tl.int32) - down.to(tl.int32)
-    _store_codes(codes_ptr, codes, head, rows, n_tokens, BLOCK_N, D)
+    store_codes(codes_ptr, codes, head * n_tokens + rows, rows < n_tokens, BLOCK_N, D, D)
     groups: tl.constexpr = D // GROUP
     place = (head * n_tokens + rows)[:, None] * groups + tl.arange(0, groups)[None, :]
     tl.store(scales_ptr + place, scale_bytes.to(tl.uint8), mask=(rows < n_tokens)[:, None])
@@ -172,7 +162,9 @@ def encode_affine_kernel(
     wide_scale = scale[:, :, None] + tl.zeros_like(r)
     codes = round_half_up(safe_divide(r, wide_scale)) + zeros[:, :, None]
     codes = tl.minimum(tl.maximum(codes, 0.0), 3.0)
-    _store_codes(codes_ptr, codes.to(tl.int32), head, rows, n_tokens, BLOCK_N, D)
+    store_codes(
+        codes_ptr, codes.to(tl.int32), head * n_tokens + rows, valid, BLOCK_N, D, D
+    )  # fmt: skip
 
     groups: tl.constexpr = D // GROUP
     place = (head * n_tokens + rows)[:, None] * groups + tl.arange(0, groups)[None, :]
@@ -193,9 +185,10 @@ def encode_affine_kernel(
         )  # fmt: skip
 
 
-def _check(
+def check_rows(
     x: Tensor, ids: Tensor, centroids: Tensor, group_size: int, rank: int = 0
 ) -> tuple[int, int, int]:
+    """Heads, tokens and channels of what is encoded against centroids."""
     checks.rows("x", x)
     heads, tokens, dim = x.shape
     count = centroids.shape[1]
@@ -212,7 +205,7 @@ def encode_qvg(x: Tensor, ids: Tensor, centroids: Tensor, group_size: int) -> tu
     ids: uint8 [H, N]. Returns codes uint8 [H, N, D/4], scales float8_e4m3fn [H, N, D/G].
     ValueError on anything else.
     """
-    heads, tokens, dim = _check(x, ids, centroids, group_size)
+    heads, tokens, dim = check_rows(x, ids, centroids, group_size)
     row = tuning.ENCODE[dim]
     words = torch.empty((heads, tokens, dim // 16), dtype=torch.int32, device=x.device)
     scales = torch.empty((heads, tokens, dim // group_size), dtype=torch.uint8, device=x.device)
@@ -239,7 +232,7 @@ def encode_quantwm(
     [H, N] | None.
     """
     rank = 0 if basis is None else basis.shape[2]
-    heads, tokens, dim = _check(x, ids, centroids, group_size, rank)
+    heads, tokens, dim = check_rows(x, ids, centroids, group_size, rank)
     if (basis is None) != (eigenvalues is None):
         raise ValueError("basis and eigenvalues come together or not at all")
     groups, device = dim // group_size, x.device

@@ -49,10 +49,25 @@ def e4m3_value(byte):
 
 
 @triton.jit
-def pack_bits(codes, ROWS: tl.constexpr, PER_ROW: tl.constexpr):
-    """int32 codes 0..3, ROWS * PER_ROW of them -> int32 [ROWS], two bits each, first one lowest."""
-    shifts = 2 * tl.arange(0, PER_ROW)
+def pack_bits(codes, ROWS: tl.constexpr, PER_ROW: tl.constexpr, BITS: tl.constexpr = 2):
+    """int32 codes, ROWS * PER_ROW of them -> int32 [ROWS], BITS each, first one lowest."""
+    shifts = BITS * tl.arange(0, PER_ROW)
     return tl.sum(tl.reshape(codes, (ROWS, PER_ROW)) << shifts[None, :], axis=1)
+
+
+@triton.jit
+def store_codes(
+    codes_ptr, codes, at, valid, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr = 2,
+):  # fmt: skip
+    """int32 codes [BLOCK_N, ..] of WIDTH channels as little-endian words, in rows of D channels.
+
+    at: int64 row of each token; codes_ptr: where the channels begin in row 0.
+    """
+    words: tl.constexpr = WIDTH * BITS // 32
+    packed = pack_bits(codes, BLOCK_N * words, 32 // BITS, BITS)
+    place = at[:, None] * (D * BITS // 32) + tl.arange(0, words)[None, :]
+    tl.store(codes_ptr + place, tl.reshape(packed, (BLOCK_N, words)), mask=valid[:, None])
 
 
 @triton.jit
@@ -100,35 +115,50 @@ def split_operand(x, DOT_DTYPE: tl.constexpr):
 
 
 @triton.jit
-def code_words(codes_ptr, rows, valid, D: tl.constexpr):
-    """Codes, int32 [BLOCK_N, D / 16]: one word per 16 channels."""
-    words: tl.constexpr = D // 16
+def code_words(codes_ptr, rows, valid, D: tl.constexpr, BITS: tl.constexpr = 2):
+    """Codes, int32 [BLOCK_N, D * BITS / 32]: one word per 16 channels, or with 4 bits per 8."""
+    words: tl.constexpr = D * BITS // 32
     place = rows[:, None] * words + tl.arange(0, words)[None, :]
     return tl.load(codes_ptr + place, mask=valid[:, None], other=0)
 
 
 @triton.jit
-def code_levels(codes_ptr, zero, rows, valid, D: tl.constexpr):
-    """Codes less a zero of 0..3, float32 [BLOCK_N, D / 16, 16]; zero: float32 [.., D / 16].
+def code_levels(codes_ptr, zero, rows, valid, D: tl.constexpr, BITS: tl.constexpr = 2):
+    """Codes less a zero, float32 [BLOCK_N, words, channels of a word]; zero: float32 [.., words].
 
     A code is put into the last bits of 2^23, which then go with the zero: no conversion.
     """
-    shifts = 2 * tl.arange(0, 16)
-    packed = code_words(codes_ptr, rows, valid, D)
-    codes = ((packed[:, :, None] >> shifts[None, None, :]) & 3) | 0x4B000000
+    shifts = BITS * tl.arange(0, 32 // BITS)
+    packed = code_words(codes_ptr, rows, valid, D, BITS)
+    codes = ((packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)) | 0x4B000000
     return codes.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
 
 
 @triton.jit
-def channels_of(D: tl.constexpr):
-    """Channel numbers laid out like the codes, [1, D / 16, 16]."""
-    return (tl.arange(0, D // 16)[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+def channels_of(D: tl.constexpr, BITS: tl.constexpr = 2):
+    """Channel numbers laid out like the codes, [1, D / 16, 16], or with 4 bits [1, D / 8, 8]."""
+    wide: tl.constexpr = 32 // BITS
+    return (tl.arange(0, D // wide)[:, None] * wide + tl.arange(0, wide)[None, :])[None, :, :]
 
 
 @triton.jit
-def centroid_rows(ids_ptr, centroids_ptr, rows, valid, D: tl.constexpr):
-    """Centroid of every token, bfloat16 [BLOCK_N, D / 16, 16]. centroids_ptr: of the head."""
-    ids = tl.load(ids_ptr + rows, mask=valid, other=0).to(tl.int32)
+def store_values(
+    out_ptr, stride_n, values, rows, valid, D: tl.constexpr, BITS: tl.constexpr = 2
+):  # fmt: skip
+    """Values laid out like the codes to the rows of out, in its type."""
+    ptrs = out_ptr + rows[:, None, None] * stride_n + channels_of(D, BITS)
+    tl.store(ptrs, values.to(out_ptr.dtype.element_ty), mask=valid[:, None, None])
+
+
+@triton.jit
+def centroid_rows(
+    ids_ptr, centroids_ptr, rows, valid, D: tl.constexpr, STAGES: tl.constexpr = 1
+):  # fmt: skip
+    """Centroid of every token, bfloat16 [BLOCK_N, D / 16, 16]. centroids_ptr: of the head.
+
+    ids_ptr: of the first token; a token has as many ids as there are stages.
+    """
+    ids = tl.load(ids_ptr + rows * STAGES, mask=valid, other=0).to(tl.int32)
     return tl.load(centroids_ptr + ids[:, None, None] * D + channels_of(D))
 
 

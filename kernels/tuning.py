@@ -82,6 +82,34 @@ COPY = {
     128: Launch(32, 0, 4, 1, COMPILED),
     256: Launch(16, 0, 4, 1, COMPILED),
 }
+ENCODE_TOKENS = {
+    64: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+ENCODE_CHANNELS = {64: Launch(8192, 0, 4, 1, COMPILED)}
+"""Here block_n is elements a program: a group of tokens, and as many channels as then fit."""
+ENCODE_CHANNELS |= dict.fromkeys((128, 256), ENCODE_CHANNELS[64])
+DECODE_TOKENS = {
+    64: Launch(32, 0, 4, 1, COMPILED),
+    128: Launch(16, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+DECODE_CHANNELS = {
+    64: Launch(32, 0, 4, 1, COMPILED),
+    128: Launch(32, 0, 4, 1, COMPILED),
+    256: Launch(16, 0, 4, 1, COMPILED),
+}
+DECODE_STAGES = {
+    64: Launch(32, 0, 4, 1, COMPILED),
+    128: Launch(8, 0, 4, 1, COMPILED),
+    256: Launch(8, 0, 4, 1, COMPILED),
+}
+SUBSPACE = {
+    64: Launch(0, 32, 4, 1, COMPILED),
+    128: Launch(0, 16, 4, 1, COMPILED),
+    256: Launch(0, 16, 8, 1, COMPILED),
+}
 FLASH = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 2, ALONE + "0.92 ms for 4,680 queries, second 0.97", 128),
