@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
+from quantwm.cache.spec import RopeLayout
 
 SPEC = CacheSpec(layers=2, heads=2, head_dim=16, tokens_per_frame=3, frames_per_chunk=2)
 SETTINGS: dict[str, dict[str, object]] = {
@@ -18,6 +19,14 @@ SETTINGS: dict[str, dict[str, object]] = {
     "qvg-pro": {"stages": 2, "centroids": 4, "group_size": 8},
     "quantwm": {"centroids": 4, "group_size": 8, "rank": 2},
     "qtc": {"basis_after": 1.0},
+}
+ROPE = RopeLayout((8, 4, 4), (1, 3))
+"""How positions may be in the keys of `SPEC`."""
+HALF_MEASURES: dict[str, object] = {
+    **SETTINGS["quantwm"],
+    "keys": "unrotated",
+    "clip": 0.8,
+    "coefficients": "int4",
 }
 LASTING: dict[str, object] = {
     **SETTINGS["quantwm"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -19,13 +20,15 @@ from hypothesis.stateful import (
 )
 from torch import Tensor
 
-from quantwm.cache import CachePolicy, KVCache
+from quantwm.cache import CachePolicy, CacheSpec, KVCache
 from quantwm.cache.chunk import LayerWrite
 from quantwm.cache.formats import FORMATS
 from quantwm.cache.formats.bf16 import Bf16Format
 from quantwm.errors import UserError
 from tests.cache_helpers import (
+    HALF_MEASURES,
     LASTING,
+    ROPE,
     SETTINGS,
     SPEC,
     finish_work,
@@ -55,14 +58,19 @@ class CacheMachine(RuleBasedStateMachine):
     model: Model
     open: Open | None
 
-    def __init__(self, name: str, fmt_settings: Mapping[str, object] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        fmt_settings: Mapping[str, object] | None = None,
+        spec: CacheSpec = SPEC,
+    ) -> None:
         super().__init__()
-        self.name, self.settings = name, fmt_settings
+        self.name, self.settings, self.spec = name, fmt_settings, spec
 
     @initialize(policy=policies)
     def start(self, policy: CachePolicy) -> None:
         self.salt, self.open = 0, None
-        self.cache = make_cache(self.name, policy, settings=self.settings)
+        self.cache = make_cache(self.name, policy, self.spec, self.settings)
         self.model = Model(policy)
 
     def _data(self, frames: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -331,10 +339,17 @@ class CacheMachine(RuleBasedStateMachine):
         assert (ledger.pending_bytes > 0) == bool(self.open and self.open.written)
 
 
-MACHINES: dict[str, tuple[str, Mapping[str, object] | None]] = {
-    **{name: (name, None) for name in sorted(FORMATS)},
-    "quantwm, codebooks last": ("quantwm", LASTING),
-    "qvg, codebooks last": ("qvg", {**SETTINGS["qvg"], "centroid_bits": 8, "book_bits": 200.0}),
+_ROPED = replace(SPEC, rope=ROPE)
+MACHINES: dict[str, tuple[str, Mapping[str, object] | None, CacheSpec]] = {
+    **{name: (name, None, SPEC) for name in sorted(FORMATS)},
+    "quantwm, codebooks last": ("quantwm", LASTING, SPEC),
+    "quantwm, half-measures": ("quantwm", HALF_MEASURES, _ROPED),
+    "quantwm, both": ("quantwm", {**LASTING, **HALF_MEASURES}, _ROPED),
+    "qvg, codebooks last": (
+        "qvg",
+        {**SETTINGS["qvg"], "centroid_bits": 8, "book_bits": 200.0},
+        SPEC,
+    ),
 }
 
 

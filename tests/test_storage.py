@@ -17,14 +17,22 @@ from quantwm.cache.span_checks import SPANS
 from quantwm.cache.spec import RopeLayout
 from quantwm.cache.storage import SavedState
 from quantwm.errors import UserError
-from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv, run_chunk, same_bytes
+from tests.cache_helpers import (
+    HALF_MEASURES,
+    ROPE,
+    SETTINGS,
+    SPEC,
+    make_cache,
+    qkv,
+    run_chunk,
+    same_bytes,
+)
 
 POLICIES = (
     CachePolicy(span_tokens=12),
     CachePolicy(span_tokens=12, sink_frames=1, recent_chunks=2, window_frames=9),
     CachePolicy(span_tokens=18, sink_frames=3, window_frames=8, compress_sink=True),
 )
-ROPE = RopeLayout((8, 4, 4), (1, 3))
 MASK = torch.tensor([True, False, True, True, False, True])
 
 
@@ -100,11 +108,13 @@ def test_a_cache_on_a_gpu_goes_on_bit_for_bit(
         {"book_bits": 40.0, "refit_after": 6, "refit_above": 0.5},
         {"book_bits": 1.0, "centroid_bits": 8, "compact_statistics": True},
         {"full_moment": True, "psac": False},
+        HALF_MEASURES,
     ],
 )
 def test_what_outlives_spans_is_saved(more: dict[str, object], tmp_path: Path) -> None:
     policy = CachePolicy(span_tokens=12, recent_chunks=1)
-    cache = make_cache("quantwm", policy, settings={**SETTINGS["quantwm"], **more})
+    spec = replace(SPEC, rope=ROPE)
+    cache = make_cache("quantwm", policy, spec, {**SETTINGS["quantwm"], **more})
     for _ in range(6):
         run_chunk(cache)
     cache.save(tmp_path / "a.safetensors")

@@ -14,6 +14,7 @@ from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Format
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment
+from quantwm.cache.unrotation import KeyTurns
 
 BookPair = tuple[Codebook | None, Codebook | None]
 """Codebooks of keys and values; None in formats without."""
@@ -126,8 +127,12 @@ def encode_pair(
 ) -> tuple[tuple[Any, Any], BookPair]:
     """Encode one slot's chunk, against its span's codebooks or, if it opens the span, new ones.
 
-    k, v: bfloat16 [H, N, D]. On failure the caller puts the generator back.
+    k, v: bfloat16 [H, N, D]; k as the world gives it. On failure the caller puts the generator
+    back.
     """
+    queries = guide.of_slot(slot)
+    if isinstance(queries.learned, KeyTurns):
+        k = queries.learned.undone(k)
     pair = books.pairs.get(slot, (None, None))
     if slot not in books.pairs or books.span != guide.span.number:
         refits = guide.span.refits
@@ -139,7 +144,6 @@ def encode_pair(
             last if keep else fmt.fit(x, generator, last)
             for x, last, keep in zip((k, v), pair, kept, strict=True)
         )
-    queries = guide.of_slot(slot)
     keys = fmt.encode(k, pair[0], "keys", queries)
     values = fmt.encode(v, pair[1], "values", queries)
     return (keys, values), pair

@@ -87,10 +87,12 @@ class Ops(Protocol):
         clip: float,
         basis: Tensor | None,
         eigenvalues: Tensor | None,
+        coefficient_max: int = 127,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """4-level affine residual, and the PSAC rows when a basis is given.
 
-        basis: bfloat16 [H, D, r]; eigenvalues: float32 [H, r].
+        basis: bfloat16 [H, D, r]; eigenvalues: float32 [H, r]; coefficient_max: largest
+        coefficient of a row.
         Returns codes uint8 [H, N, D/4], scales uint8 [H, N, D/G], secondary float16 [H],
         zeros uint8 [H, ceil(N * D/G / 4)], coefficients int8 [H, N, r] | None,
         coefficient_scales float16 [H, N] | None. A row that the gate refuses is all zero with
@@ -301,13 +303,19 @@ class TritonOps:
         clip: float,
         basis: Tensor | None,
         eigenvalues: Tensor | None,
+        coefficient_max: int = 127,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         rank = 0 if basis is None else basis.shape[2]
-        covered = self._covered(_uncovered_rows(x, centroids, group_size, rank))
+        reason = _uncovered_rows(x, centroids, group_size, rank)
+        if basis is not None and coefficient_max != 127:
+            reason = "PSAC coefficients are INT4"
+        covered = self._covered(reason)
         if basis is not None and eigenvalues is not None:
             basis, eigenvalues = basis.contiguous(), eigenvalues.contiguous()
-        ops = self._encode if covered else reference
-        return ops.encode_quantwm(x, ids, centroids, group_size, clip, basis, eigenvalues)
+        given = x, ids, centroids, group_size, clip, basis, eigenvalues
+        if not covered:
+            return reference.encode_quantwm(*given, coefficient_max)
+        return self._encode.encode_quantwm(*given)
 
     def copy_pair(self, k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
         ops = self._decode if _copied(k, k_out) and _copied(v, v_out) else reference

@@ -8,6 +8,7 @@ from kernels.format import Side
 from quantwm.cache.dispatch import fused_kernel, note_fallback
 from quantwm.cache.formats.base import Fusible
 from quantwm.cache.reading import Reading
+from quantwm.cache.unrotation import wants_unrotated
 
 UNPROVEN = ("affine",)
 """Sides that the kernel computes but that attention is not trusted to: on an H200 (2026-11-29) two
@@ -44,6 +45,8 @@ def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:
             continue
         if not isinstance(fmt, Fusible):
             return f"the format {fmt.name} has no fused form"
+        if wants_unrotated(fmt):
+            return f"{fmt.name} turns un-rotated keys once it has decoded them"
         sides = [fmt.side(s) for s in (segment.keys[reading.slot], segment.values[reading.slot])]
         if any(side.kind in UNPROVEN for side in sides):
             return f"the fused kernel is not proven for {fmt.name}"

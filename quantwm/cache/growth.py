@@ -15,6 +15,7 @@ from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan, append_packed
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics
+from quantwm.cache.unrotation import KeyTurns, wants_unrotated
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,14 @@ def guide_for(
     if not rest:
         return ChunkGuide(span, None)
     lesson = learned = weights = None
+    first = chunk.first_frame * spec.tokens_per_frame + chunk.sink_tokens
+    positions = TokenPositions(first, rest)
+    if wants_unrotated(fmt):
+        learned = KeyTurns.of(spec.rope, positions)
     full = span.number < 0 or span.tokens + rest > policy.span_tokens
     if past.learner is not None:
-        first = chunk.first_frame * spec.tokens_per_frame + chunk.sink_tokens
         lesson = past.learner.lesson(span.lesson)
-        learned = past.learner.guide(lesson, TokenPositions(first, rest))
+        learned = past.learner.guide(lesson, positions)
         full = full or getattr(lesson, "key", None) != getattr(span.lesson, "key", None)
     life = outliving(fmt)
     anew = ANEW if life is None else _anew(past, life, fmt, spec, rest, full)

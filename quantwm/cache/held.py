@@ -11,6 +11,7 @@ from torch import Tensor
 from quantwm.cache import checks
 from quantwm.cache.chunk import BF16, Codebooks, OpenChunk
 from quantwm.cache.codebook_life import BookFit
+from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import Past
 from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
@@ -19,6 +20,7 @@ from quantwm.cache.segments import Segment, SpanPlan, evict
 from quantwm.cache.settling import settled
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import QueryStatistics
+from quantwm.cache.unrotation import wants_unrotated
 from quantwm.cache.workspace import Workspace
 from quantwm.errors import UserError
 
@@ -59,6 +61,11 @@ class Held:
             for name, companion in spec.companions
         }
         self._generator = torch.Generator()
+        if wants_unrotated(fmt) and spec.rope is None:
+            note_fallback(
+                f"{fmt.name} keeps keys as they come: this world does not say how positions are in "
+                "them"
+            )
         self.reset()
 
     # What is held.

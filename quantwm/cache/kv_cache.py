@@ -24,6 +24,7 @@ from quantwm.cache.remedy import saying_what_fits
 from quantwm.cache.segments import ChunkGuide
 from quantwm.cache.statistics import moment
 from quantwm.cache.storage import Savable
+from quantwm.cache.unrotation import query_moment, wants_unrotated
 from quantwm.errors import UserError
 
 
@@ -237,10 +238,13 @@ class KVCache(Held, Savable):
         encoder = Encoder(self.fmt, self._generator, guide, self._books)
         stay_recent = self.policy.recent_chunks > 0
         written = encoder.written(slot, k, v, chunk.sink_tokens, stay_recent)
-        if q is not None:
+        positions = chunk.positions(self.spec.tokens_per_frame)
+        if q is not None and not wants_unrotated(self.fmt):
             written = replace(written, moment=moment(q), queries=q.shape[1])
+        elif q is not None:
+            seen = query_moment(q, self.spec.rope, positions, self.policy.window_frames)
+            written = replace(written, moment=seen, queries=0 if seen is None else q.shape[1])
         if self._learner is not None:
-            positions = chunk.positions(self.spec.tokens_per_frame)
             seen = encoder.spans_for_learning(slot, k, v, chunk.sink_tokens, written)
             learned = self._learner.observe(slot, k, v, write.q, positions, seen)
             written = replace(written, learned=learned)

@@ -59,6 +59,7 @@ def encode_quantwm(
     clip: float,
     basis: Tensor | None,
     eigenvalues: Tensor | None,
+    coefficient_max: int = COEFFICIENT_MAX,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `dispatch.Ops.encode_quantwm`."""
     residual = x.float() - _gather(centroids, ids)
@@ -68,20 +69,21 @@ def encode_quantwm(
         scale = affine_scales(scale_codes, secondary[:, None]).unsqueeze(-1)
         levels = codes.unflatten(-1, (-1, group_size)).float() - zeros.unsqueeze(-1)
         error = residual - (levels * scale).flatten(-2)
-        coefficients, row_scales = _encode_rows(torch.bmm(error, basis.float()), eigenvalues)
+        projected = torch.bmm(error, basis.float())
+        coefficients, row_scales = _encode_rows(projected, eigenvalues, coefficient_max)
     return pack(codes), scale_codes, secondary, pack(zeros.flatten(1)), coefficients, row_scales
 
 
-def _encode_rows(projected: Tensor, eigenvalues: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8 rows with an FP16 scale each, and the gate of QuantWM App. D.1.
+def _encode_rows(projected: Tensor, eigenvalues: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """INT8 rows of -limit..limit with an FP16 scale each, and the gate of QuantWM App. D.1.
 
     In the eigenbasis a row lowers the query-weighted error exactly when
     sum_j lambda_j (c_j^2 - (c_j - stored_j)^2) > 0; otherwise the row is set to zero.
     """
-    row_scales = (projected.abs().amax(-1) / COEFFICIENT_MAX).to(torch.float16)
+    row_scales = (projected.abs().amax(-1) / limit).to(torch.float16)
     scale = row_scales.float().unsqueeze(-1)
     codes = round_half_up(torch.where(scale > 0, projected / scale, 0.0))
-    codes = codes.clamp(-COEFFICIENT_MAX, COEFFICIENT_MAX)
+    codes = codes.clamp(-limit, limit)
     gain = projected.square() - (projected - codes * scale).square()
     kept = (gain * eigenvalues.unsqueeze(1)).sum(-1) > 0
     codes = torch.where(kept.unsqueeze(-1), codes, 0.0).to(torch.int8)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantwm.cache.formats import qtc_coder
 from quantwm.cache.formats.base import Codebook, Format, Role
 from quantwm.cache.formats.bf16 import Bf16Span
-from quantwm.cache.formats.correction import Correction
+from quantwm.cache.formats.correction import Correction, row_bytes
 from quantwm.cache.formats.kivi import ChannelGroups
 from quantwm.cache.formats.qtc_basis import Basis
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
@@ -30,6 +30,7 @@ from quantwm.cache.formats.rtn import TokenGroups
 from quantwm.cache.pack import packed_bytes
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import CacheSpec
+from quantwm.cache.unrotation import KeyTurns, wants_unrotated
 
 Check = Callable[[Tensor], bool]
 _U8, _I8, _I32 = torch.uint8, torch.int8, torch.int32
@@ -195,7 +196,18 @@ def _quantwm(span: QuantWMSpan, place: Place) -> list[Wanted]:
     ]
     if span.correction is not None:
         wanted += _correction(span.correction, place)
-    return wanted
+    unrotated = place.role == "keys" and wants_unrotated(place.fmt)
+    return wanted + turn_tensors(span.turns, place.spec, tokens, unrotated)
+
+
+def turn_tensors(turns: Any, spec: CacheSpec, tokens: int, unrotated: bool) -> list[Wanted]:
+    """Of the rotation of keys that are to be un-rotated, or are not."""
+    asked = KeyTurns.of(spec.rope, TokenPositions(0, 0)) if unrotated else None
+    if asked is None and turns is None:
+        return []
+    if asked is None or not isinstance(turns, KeyTurns) or turns.rope != asked.rope:
+        raise ValueError("keys turned in another way than the cache's")
+    return position_tensors(turns.positions, tokens)
 
 
 def _correction(rows: Correction, place: Place) -> list[Wanted]:
@@ -203,6 +215,7 @@ def _correction(rows: Correction, place: Place) -> list[Wanted]:
     rank, first, count = place.fmt.rank, rows.first, rows.count
     if place.role != "keys" or not rank or first < 0 or count < 1 or first + count > tokens:
         raise ValueError("a correction of tokens that its span does not hold")
+    kind = place.config.coefficients
     wanted = [Wanted("basis", rows.basis, _BF16, (heads, dim, rank))]
     shape: tuple[int, ...] = (heads, count)
     if rows.mask is not None:
@@ -211,7 +224,12 @@ def _correction(rows: Correction, place: Place) -> list[Wanted]:
         wanted.append(Wanted("mask", rows.mask, _U8, mask, _marks(shape[0], count)))
     return [
         *wanted,
-        Wanted("coefficients", rows.coefficients, _I8, (*shape, rank)),
+        Wanted(
+            "coefficients",
+            rows.coefficients,
+            _U8 if kind == "int4" else _I8,
+            (*shape, row_bytes(rank, kind)),
+        ),
         Wanted("row_scales", rows.row_scales, _F16, shape, not_negative),
     ]
 

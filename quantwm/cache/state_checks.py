@@ -21,7 +21,9 @@ from quantwm.cache.span_checks import (
     not_negative,
     position_tensors,
     span_tensors,
+    turn_tensors,
 )
+from quantwm.cache.unrotation import wants_unrotated
 
 MAX_FRAME = 2**40
 _ROLES: tuple[Role, Role] = ("keys", "values")
@@ -157,6 +159,8 @@ def _guide(guide: ChunkGuide, segment: Segment, cache: Any) -> list[Wanted]:
         check = None if cache.fmt.full_moment else not_negative
         wanted.append(Wanted("weights", guide.weights, torch.float32, shape, check))
     learned = guide.learned
+    if wants_unrotated(cache.fmt):
+        return wanted + turn_tensors(learned, cache.spec, segment.tokens, True)
     if (learned is not None) != (cache._learner is not None):
         raise ValueError("a guide with another learner")
     if learned is None:

@@ -29,12 +29,14 @@ from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan
 from quantwm.cache.spec import RopeLayout
 from quantwm.cache.tensor_store import is_counts
+from quantwm.cache.unrotation import KeyTurns
 from quantwm.errors import UserError
 
 SAVED: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         Segment, SpanPlan, ChunkGuide, Codebooks, Codebook, BookFit, TokenPositions, RopeLayout,
+        KeyTurns,
         Bf16Span, rtn.TokenGroups, kivi.ChannelGroups, QvgSpan, QvgProSpan, QuantWMSpan, Correction,
         qtc_span.QtcSpan, qtc_basis.Basis, qtc_learner.Lesson, qtc_learner.LearnedGuide,
         qtc_statistics.SlotStatistics, qtc_statistics.Moments, qtc_statistics.QueryMoment,

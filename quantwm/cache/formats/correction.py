@@ -16,6 +16,25 @@ from torch import Tensor
 
 from quantwm.cache.formats.base import storage_bytes
 from quantwm.cache.formats.rows import cut_rows, join_rows
+from quantwm.cache.pack import pack, packed_bytes, unpack
+
+ROW_LIMITS = {"int8": 127, "int4": 7}
+"""Largest coefficient of a row, by how rows are stored."""
+
+
+def row_bytes(rank: int, kind: str) -> int:
+    """Of a row's coefficients as stored, its scale aside."""
+    return packed_bytes(rank, 4) if kind == "int4" else rank
+
+
+def stored_rows(coefficients: Tensor, kind: str) -> Tensor:
+    """int8 [..., r] within the kind's limit as it is stored: itself, or uint8 [..., ceil(r / 2)].
+
+    INT4 is two's complement, so that a byte of zeros is two zeros.
+    """
+    if kind == "int8":
+        return coefficients
+    return pack((coefficients & 15).to(torch.uint8), 4)
 
 
 @dataclass(frozen=True)
@@ -25,8 +44,8 @@ class Correction:
     Attributes:
         first, count: the corrected tokens are first .. first + count - 1 of the span.
         basis: bfloat16 [H, D, r].
-        coefficients, row_scales: int8 [H, count, r] and float16 [H, count]; when sparse [R, r]
-            and [R].
+        coefficients, row_scales: int8 [H, count, r], or uint8 [H, count, ceil(r / 2)] in INT4, and
+            float16 [H, count]; when sparse [R, ...] and [R].
         mask: None when dense; sparse: uint8 [H, ceil(count / 8)], token 8b + j in bit j of byte b.
     """
 
@@ -40,33 +59,46 @@ class Correction:
     def dense(self) -> Correction:
         if self.mask is None:
             return self
-        heads, rank = self.basis.shape[0], self.basis.shape[2]
+        heads, stored = self.basis.shape[0], self.coefficients.shape[-1]
         kept = _unpack_bits(self.mask, self.count).flatten()
         # The rank of each kept token among all kept, without a count that would sync the device.
         row = (kept.cumsum(0) - 1).clamp(min=0)
         source, source_scales = self.coefficients, self.row_scales
         if source.shape[0] == 0:
-            source, source_scales = source.new_zeros(1, rank), source_scales.new_zeros(1)
+            source, source_scales = source.new_zeros(1, stored), source_scales.new_zeros(1)
         coefficients = source.index_select(0, row) * kept.unsqueeze(-1)
         row_scales = source_scales.index_select(0, row) * kept
         return replace(
             self,
-            coefficients=coefficients.view(heads, self.count, rank),
+            coefficients=coefficients.view(heads, self.count, stored),
             row_scales=row_scales.view(heads, self.count),
             mask=None,
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a decoder reads it as it is held."""
+        return self.mask is None and self.coefficients.dtype == torch.int8
+
+    def plain(self) -> Correction:
+        """The dense form in INT8."""
+        dense = self.dense()
+        if dense.coefficients.dtype == torch.int8:
+            return dense
+        codes = unpack(dense.coefficients, self.basis.shape[2], 4).to(torch.int8)
+        return replace(dense, coefficients=(codes ^ 8) - 8)
+
     def smallest(self, kept: int) -> Correction:
         """The dense form or, when `kept` rows and the mask take less, the sparse one."""
-        heads, rank = self.basis.shape[0], self.basis.shape[2]
-        if kept * (rank + 2) + heads * -(-self.count // 8) >= self.dense_bytes():
+        heads, stored = self.basis.shape[0], self.coefficients.shape[-1]
+        if kept * (stored + 2) + heads * -(-self.count // 8) >= self.dense_bytes():
             return self
         present = self.row_scales != 0
         # The kept rows in order: a stable sort does not sync the device, as nonzero would.
         rows = torch.argsort((~present).flatten().to(torch.uint8), stable=True)[:kept]
         return replace(
             self,
-            coefficients=self.coefficients.reshape(-1, rank).index_select(0, rows),
+            coefficients=self.coefficients.reshape(-1, stored).index_select(0, rows),
             row_scales=self.row_scales.flatten().index_select(0, rows),
             mask=_pack_bits(present),
         )
@@ -99,7 +131,7 @@ class Correction:
         return rows if self.mask is None else (*rows, self.mask)
 
     def dense_bytes(self) -> int:
-        return self.basis.shape[0] * self.count * (self.basis.shape[2] + 2)
+        return self.basis.shape[0] * self.count * (self.coefficients.shape[-1] + 2)
 
     def nbytes(self) -> int:
         return storage_bytes(self.row_tensors())

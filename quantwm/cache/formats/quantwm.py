@@ -8,11 +8,9 @@ head two BF16 codebooks and one BF16 basis.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Generator, Tensor
@@ -21,7 +19,7 @@ from kernels.format import Side
 from quantwm.cache.affine import affine_scales
 from quantwm.cache.codebook import codebook_bytes
 from quantwm.cache.codebook_life import CodebookLife
-from quantwm.cache.dispatch import Decode, ops_for
+from quantwm.cache.dispatch import note_fallback, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
     QueryGuide,
@@ -31,17 +29,20 @@ from quantwm.cache.formats.base import (
     storage_bytes,
 )
 from quantwm.cache.formats.correction import (
+    ROW_LIMITS,
     Correction,
-    cut_corrections,
-    join_all_corrections,
     kept_rows,
+    row_bytes,
     settled_corrections,
+    stored_rows,
 )
+from quantwm.cache.formats.quantwm_span import QuantWMSpan, cut_all, join_all
 from quantwm.cache.formats.qvg import fit_codebook, require_codebook
-from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
-from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
+from quantwm.cache.unrotation import KeyTurns
 from quantwm.errors import UserError
+
+KEYS = ("given", "unrotated")
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class QuantWMConfig(CodebookLife):
         full_moment: those are nearest by the whole query moment, not by its diagonal (Table 10).
         psac, rank: low-rank correction of keys, in this many directions.
         clip: part of a group's range that the four levels span; 1.0 as published.
+        keys: "given", or "unrotated": by their positions before anything is fitted to them, turned
+            again when they are read. Queries' statistics are then of un-rotated ones.
+        coefficients: "int8", or "int4" for half the bytes of PSAC's rows.
         compact_statistics: the query moment is kept as a half-precision triangle, a quarter of
             the bytes.
     """
@@ -68,6 +72,8 @@ class QuantWMConfig(CodebookLife):
     psac: bool = True
     rank: int = 8
     clip: float = 1.0
+    keys: str = "given"
+    coefficients: str = "int8"
     compact_statistics: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +87,11 @@ class QuantWMConfig(CodebookLife):
             )
         if not 0.0 < self.clip <= 1.0:
             raise UserError(f"clip must be above 0 and at most 1, got {self.clip}")
+        for name, known in (("keys", KEYS), ("coefficients", tuple(ROW_LIMITS))):
+            if getattr(self, name) not in known:
+                raise UserError(
+                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
 
 
 _COMPACT = QuantWMConfig(
@@ -98,44 +109,6 @@ PRESETS = {
 bytes, spent on codebooks that follow the scene. docs/cache.md has what each costs."""
 
 
-@dataclass(frozen=True)
-class QuantWMSpan:
-    """See docs/architecture.md; chunk_tokens holds the same as chunk_stops, on the host."""
-
-    codes: Tensor
-    ids: Tensor
-    scales: Tensor
-    secondary: Tensor
-    chunk_stops: Tensor
-    chunk_tokens: tuple[int, ...]
-    zeros: Tensor
-    codebook: Codebook
-    correction: Correction | None
-
-    @cached_property
-    def decode(self) -> Decode:
-        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
-        return self.decoder(self.correction)
-
-    def decoder(self, rows: Correction | None) -> Decode:
-        """rows: the span's correction, in its dense form."""
-        centroids = self.codebook.dense()
-        correction = (None, None, None, 0)
-        if rows is not None:
-            correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
-        return ops_for(self.codes.device).prepare_quantwm(
-            self.codes,
-            self.ids,
-            centroids,
-            self.scales,
-            self.secondary,
-            self.chunk_stops,
-            self.zeros,
-            centroids.shape[2] // self.scales.shape[2],
-            *correction,
-        )
-
-
 class QuantWMFormat:
     """x = centroid + (code - zero) * scale, for keys also + basis @ (coefficients * row scale)."""
 
@@ -149,6 +122,7 @@ class QuantWMFormat:
         self.full_moment = self.config.qsac and self.config.full_moment
         self.rank = self.config.rank if self.config.psac else 0
         self.compact_statistics = self.config.compact_statistics
+        self.unrotates = self.config.keys == "unrotated"
 
     def check(self, head_dim: int) -> None:
         check_group(self.config.group_size, head_dim)
@@ -179,10 +153,12 @@ class QuantWMFormat:
             config.clip,
             basis,
             None if basis is None else guide.eigenvalues,
+            ROW_LIMITS[config.coefficients],
         )
         correction = None
         if basis is not None and coefficients is not None and row_scales is not None:
-            correction = Correction(0, x.shape[1], basis, coefficients, row_scales, None)
+            rows = stored_rows(coefficients, config.coefficients)
+            correction = Correction(0, x.shape[1], basis, rows, row_scales, None)
         tokens = (x.shape[1],)
         return QuantWMSpan(
             codes=codes,
@@ -195,94 +171,33 @@ class QuantWMFormat:
             zeros=zeros,
             codebook=codebook,
             correction=correction,
+            turns=self._turns(role, guide, x),
         )
 
+    def _turns(self, role: Role, guide: QueryGuide, x: Tensor) -> KeyTurns | None:
+        """Of keys that came without their rotation, as `guide` says."""
+        if role != "keys" or not isinstance(guide.learned, KeyTurns):
+            return None
+        if x.is_cuda:
+            note_fallback("quantwm turns un-rotated keys through PyTorch's operations, no kernel")
+        return guide.learned
+
     def join(self, first: QuantWMSpan, second: QuantWMSpan) -> QuantWMSpan:
-        return self.join_all([first], [second])[0]
+        return join_all([first], [second])[0]
 
     def join_all(
         self, firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]
     ) -> list[QuantWMSpan]:
-        before, after = self.tokens(firsts[0]), self.tokens(seconds[0])
-        later_stops = (torch.stack([s.chunk_stops for s in seconds]) + before).split(1)
-        stops = join_rows([f.chunk_stops.unsqueeze(0) for f in firsts], later_stops, anywhere=True)
-        corrections = join_all_corrections(
-            [f.correction for f in firsts], before, [s.correction for s in seconds], after
-        )
-        parts = (
-            join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
-            join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
-            join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
-            join_rows([f.secondary for f in firsts], [s.secondary for s in seconds], anywhere=True),
-            [joined.squeeze(0) for joined in stops],
-            [f.chunk_tokens + s.chunk_tokens for f, s in zip(firsts, seconds, strict=True)],
-            self._join_zeros(firsts, seconds),
-            [f.codebook for f in firsts],
-            corrections,
-        )
-        return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
-
-    def _join_zeros(
-        self, firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]
-    ) -> list[Tensor]:
-        before = firsts[0].scales.shape[1] * firsts[0].scales.shape[2]
-        if before % CODES_PER_BYTE == 0:
-            return join_rows([f.zeros for f in firsts], [s.zeros for s in seconds])
-        after = seconds[0].scales.shape[1] * seconds[0].scales.shape[2]
-        codes = (
-            (unpack_range(f.zeros, 0, before), unpack_range(s.zeros, 0, after))
-            for f, s in zip(firsts, seconds, strict=True)
-        )
-        return [pack(torch.cat(pair, dim=1)) for pair in codes]
+        return join_all(firsts, seconds)
 
     def cut_all(self, spans: Sequence[QuantWMSpan], start: int, stop: int) -> list[QuantWMSpan]:
-        tokens, groups = self.tokens(spans[0]), spans[0].scales.shape[2]
-        ends = stop == tokens or stop * groups % CODES_PER_BYTE == 0
-        if start >= stop or start * groups % CODES_PER_BYTE or not ends:
-            return [self._pick(span, torch.arange(start, stop)) for span in spans]
-        # Zeros begin and end with a byte here: ranges of every part, and no host sync.
-        stops = list(accumulate(spans[0].chunk_tokens))
-        chunks = bisect_right(stops, start), bisect_left(stops, stop) + 1
-        kept_stops = [min(s, stop) - start for s in stops[slice(*chunks)]]
-        moved = torch.stack([s.chunk_stops for s in spans])[:, slice(*chunks)] - start
-        zeros = start * groups // CODES_PER_BYTE, bytes_of_codes(stop * groups)
-        parts = (
-            cut_rows([s.codes for s in spans], start, stop),
-            cut_rows([s.ids for s in spans], start, stop),
-            cut_rows([s.scales for s in spans], start, stop),
-            cut_rows([s.secondary for s in spans], *chunks, anywhere=True),
-            list(moved.clamp_(max=stop - start).unbind(0)),
-            [tuple(b - a for a, b in pairwise((0, *kept_stops)))] * len(spans),
-            cut_rows([s.zeros for s in spans], *zeros),
-            [s.codebook for s in spans],
-            cut_corrections([s.correction for s in spans], start, stop),
-        )
-        return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
+        return cut_all(spans, start, stop)
 
     def select(self, span: QuantWMSpan, keep: slice | Tensor) -> QuantWMSpan:
         if isinstance(keep, slice):
-            start, stop, _ = keep.indices(self.tokens(span))
-            return self.cut_all([span], start, stop)[0]
-        return self._pick(span, keep)
-
-    def _pick(self, span: QuantWMSpan, kept: Tensor) -> QuantWMSpan:
-        """Tokens at these positions."""
-        tokens, groups = self.tokens(span), span.scales.shape[2]
-        chunks, chunk_tokens = pick_runs(span.chunk_tokens, kept)
-        stops = torch.tensor(chunk_tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        zeros = unpack_range(span.zeros, 0, tokens * groups).unflatten(1, (tokens, groups))
-        correction = span.correction
-        return QuantWMSpan(
-            codes=pick_rows(span.codes, kept),
-            ids=pick_rows(span.ids, kept),
-            scales=pick_rows(span.scales, kept),
-            secondary=pick_rows(span.secondary, chunks),
-            chunk_stops=stops.to(span.codes.device, non_blocking=True),
-            chunk_tokens=chunk_tokens,
-            zeros=pack(pick_rows(zeros, kept).flatten(1)),
-            codebook=span.codebook,
-            correction=None if correction is None else correction.select(kept),
-        )
+            start, stop, _ = keep.indices(span.tokens)
+            return cut_all([span], start, stop)[0]
+        return span.picked(keep)
 
     def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
         """PSAC rows dense or sparse, whichever is smaller (App. D.1)."""
@@ -309,22 +224,17 @@ class QuantWMFormat:
     def decode_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int
     ) -> None:
-        self.decode_heads_into(span, out, offset, start, stop, 0)
+        span.decode_into(out, offset, start, stop)
 
     def decode_heads_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        rows = span.correction
-        as_held = (rows is None or rows.mask is None) and span.codebook.scales is None
-        # Sparse rows and INT8 centroids are widened for one reading: kept, they would be bytes
-        # that nobody counts.
-        decode = span.decode if as_held else span.decoder(None if rows is None else rows.dense())
-        decode(out, offset, start, stop, first_head)
+        span.decode_into(out, offset, start, stop, first_head)
 
     def side(self, span: QuantWMSpan) -> Side:
         rows = span.correction
-        if rows is not None and rows.mask is not None:
-            rows = rows.dense()
+        if rows is not None:
+            rows = rows.plain()
         packed = (span.codes, span.ids, span.codebook.dense(), span.scales)
         affine = (span.secondary, tuple(accumulate(span.chunk_tokens)), span.zeros)
         if rows is None:
@@ -333,7 +243,7 @@ class QuantWMFormat:
         return Side("affine", None, *packed, *affine, *correction)
 
     def tokens(self, span: QuantWMSpan) -> int:
-        return span.ids.shape[1]
+        return span.tokens
 
     def parts(self, span: QuantWMSpan) -> Mapping[str, Sequence[Tensor]]:
         parts: dict[str, Sequence[Tensor]] = {
@@ -347,6 +257,8 @@ class QuantWMFormat:
         if span.correction is not None:
             parts["coefficients"] = span.correction.row_tensors()
             parts["bases"] = (span.correction.basis,)
+        if span.turns is not None and span.turns.places():
+            parts["positions"] = span.turns.places()
         return parts
 
     def power(self, span: QuantWMSpan) -> Tensor:
@@ -379,6 +291,7 @@ class QuantWMFormat:
             "codebooks": self.book_bytes(heads, head_dim),
         }
         if role == "keys" and self.rank:
-            parts["coefficients"] = tokens * heads * (self.rank + 2)
+            row = row_bytes(self.rank, self.config.coefficients) + 2
+            parts["coefficients"] = tokens * heads * row
             parts["bases"] = heads * head_dim * self.rank * 2
         return parts

@@ -1,0 +1,177 @@
+"""A packed span of the `quantwm` format: its tensors; how tokens are joined, picked, decoded."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from quantwm.cache.codebook import Codebook
+from quantwm.cache.dispatch import Decode, ops_for
+from quantwm.cache.formats.correction import (
+    Correction,
+    cut_corrections,
+    join_all_corrections,
+)
+from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
+from quantwm.cache.formats.torch_decode import blocks, moved
+from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
+from quantwm.cache.pack import packed_bytes as bytes_of_codes
+from quantwm.cache.positions import rotate_
+from quantwm.cache.unrotation import KeyTurns
+
+
+@dataclass(frozen=True)
+class QuantWMSpan:
+    """See docs/architecture.md; chunk_tokens holds the same as chunk_stops, on the host.
+
+    turns: of keys that were un-rotated before they were encoded; None for all others.
+    """
+
+    codes: Tensor
+    ids: Tensor
+    scales: Tensor
+    secondary: Tensor
+    chunk_stops: Tensor
+    chunk_tokens: tuple[int, ...]
+    zeros: Tensor
+    codebook: Codebook
+    correction: Correction | None
+    turns: KeyTurns | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.ids.shape[1]
+
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        return self.decoder(self.correction)
+
+    def decoder(self, rows: Correction | None) -> Decode:
+        """rows: the span's correction, dense and in INT8."""
+        centroids = self.codebook.dense()
+        correction = (None, None, None, 0)
+        if rows is not None:
+            correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
+        return ops_for(self.codes.device).prepare_quantwm(
+            self.codes,
+            self.ids,
+            centroids,
+            self.scales,
+            self.secondary,
+            self.chunk_stops,
+            self.zeros,
+            centroids.shape[2] // self.scales.shape[2],
+            *correction,
+        )
+
+    def decode_into(
+        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
+    ) -> None:
+        """Tokens start..stop-1 of the heads from first_head on, as `dispatch.Decode` has it."""
+        rows = self.correction
+        as_held = (rows is None or rows.is_plain) and self.codebook.scales is None
+        # Sparse or INT4 rows and INT8 centroids are widened for one reading: kept, they would be
+        # bytes that nobody counts.
+        decode = self.decode if as_held else self.decoder(None if rows is None else rows.plain())
+        if self.turns is None:
+            decode(out, offset, start, stop, first_head)
+            return
+        turn = self.turns.of_range(start, stop, out.device)
+        for heads, tokens in blocks(out, start, stop):
+            shape = (heads.stop - heads.start, tokens.stop - tokens.start, out.shape[2])
+            keys = torch.empty(shape, device=out.device)
+            first = moved(heads, first_head).start
+            decode(keys, 0, tokens.start, tokens.stop, first)
+            rotate_(keys, turn[tokens.start - start : tokens.stop - start])
+            begin = offset + tokens.start - start
+            out[heads, begin : begin + shape[1]] = keys
+
+    def picked(self, kept: Tensor) -> QuantWMSpan:
+        """Tokens at ascending int64 positions (a CPU tensor)."""
+        groups = self.scales.shape[2]
+        chunks, chunk_tokens = pick_runs(self.chunk_tokens, kept)
+        stops = torch.tensor(chunk_tokens, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        zeros = unpack_range(self.zeros, 0, self.tokens * groups)
+        zeros = zeros.unflatten(1, (self.tokens, groups))
+        correction = self.correction
+        return QuantWMSpan(
+            codes=pick_rows(self.codes, kept),
+            ids=pick_rows(self.ids, kept),
+            scales=pick_rows(self.scales, kept),
+            secondary=pick_rows(self.secondary, chunks),
+            chunk_stops=stops.to(self.codes.device, non_blocking=True),
+            chunk_tokens=chunk_tokens,
+            zeros=pack(pick_rows(zeros, kept).flatten(1)),
+            codebook=self.codebook,
+            correction=None if correction is None else correction.select(kept),
+            turns=self.turns and self.turns.select(kept),
+        )
+
+
+def join_all(firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
+    """Every first span with its second behind it; both of one codebook."""
+    before, after = firsts[0].tokens, seconds[0].tokens
+    later_stops = (torch.stack([s.chunk_stops for s in seconds]) + before).split(1)
+    stops = join_rows([f.chunk_stops.unsqueeze(0) for f in firsts], later_stops, anywhere=True)
+    corrections = join_all_corrections(
+        [f.correction for f in firsts], before, [s.correction for s in seconds], after
+    )
+    parts = (
+        join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
+        join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
+        join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
+        join_rows([f.secondary for f in firsts], [s.secondary for s in seconds], anywhere=True),
+        [joined.squeeze(0) for joined in stops],
+        [f.chunk_tokens + s.chunk_tokens for f, s in zip(firsts, seconds, strict=True)],
+        _join_zeros(firsts, seconds),
+        [f.codebook for f in firsts],
+        corrections,
+        [f.turns and f.turns.joined(s.turns) for f, s in zip(firsts, seconds, strict=True)],
+    )
+    return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
+
+
+def _join_zeros(firsts: Sequence[QuantWMSpan], seconds: Sequence[QuantWMSpan]) -> list[Tensor]:
+    before = firsts[0].scales.shape[1] * firsts[0].scales.shape[2]
+    if before % CODES_PER_BYTE == 0:
+        return join_rows([f.zeros for f in firsts], [s.zeros for s in seconds])
+    after = seconds[0].scales.shape[1] * seconds[0].scales.shape[2]
+    codes = (
+        (unpack_range(f.zeros, 0, before), unpack_range(s.zeros, 0, after))
+        for f, s in zip(firsts, seconds, strict=True)
+    )
+    return [pack(torch.cat(pair, dim=1)) for pair in codes]
+
+
+def cut_all(spans: Sequence[QuantWMSpan], start: int, stop: int) -> list[QuantWMSpan]:
+    """Tokens start..stop-1 of every span; alike in their chunks."""
+    tokens, groups = spans[0].tokens, spans[0].scales.shape[2]
+    ends = stop == tokens or stop * groups % CODES_PER_BYTE == 0
+    if start >= stop or start * groups % CODES_PER_BYTE or not ends:
+        return [span.picked(torch.arange(start, stop)) for span in spans]
+    # Zeros begin and end with a byte here: ranges of every part, and no host sync.
+    stops = list(accumulate(spans[0].chunk_tokens))
+    chunks = bisect_right(stops, start), bisect_left(stops, stop) + 1
+    kept_stops = [min(s, stop) - start for s in stops[slice(*chunks)]]
+    moved_stops = torch.stack([s.chunk_stops for s in spans])[:, slice(*chunks)] - start
+    zeros = start * groups // CODES_PER_BYTE, bytes_of_codes(stop * groups)
+    parts = (
+        cut_rows([s.codes for s in spans], start, stop),
+        cut_rows([s.ids for s in spans], start, stop),
+        cut_rows([s.scales for s in spans], start, stop),
+        cut_rows([s.secondary for s in spans], *chunks, anywhere=True),
+        list(moved_stops.clamp_(max=stop - start).unbind(0)),
+        [tuple(b - a for a, b in pairwise((0, *kept_stops)))] * len(spans),
+        cut_rows([s.zeros for s in spans], *zeros),
+        [s.codebook for s in spans],
+        cut_corrections([s.correction for s in spans], start, stop),
+        [s.turns and s.turns.select(slice(start, stop)) for s in spans],
+    )
+    return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
