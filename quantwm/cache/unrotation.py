@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from quantwm.cache.dispatch import Decode
 from quantwm.cache.formats.qtc_metric import mean_over_offsets
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import RopeLayout
@@ -22,6 +23,11 @@ from quantwm.cache.statistics import moment
 HORIZON_FRAMES = 64
 """Frames ahead of a key from which a query may read it, or the cache's window where that is less:
 as the transform code has it (QtcConfig.horizon_frames)."""
+
+
+CPU_ELEMENTS, GPU_ELEMENTS = 1 << 17, 1 << 23
+"""Of the float32 temporary that is turned: 512 KB stay in a core's L2 cache, and are what decoding
+works on anyway; on a GPU 32 MB, so that launches do not count."""
 
 
 @runtime_checkable
@@ -78,9 +84,22 @@ class KeyTurns:
         turn = turns(self.rope, self.positions, 0, self.positions.count, x.device)
         return rotate_(x.to(torch.float32, copy=True), turn, inverse=True).to(x.dtype)
 
-    def of_range(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """exp(i angle) of every pair of tokens start..stop-1, complex64 [stop - start, pairs]."""
-        return turns(self.rope, self.positions, start, stop, device)
+    def redo(
+        self, decode: Decode, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        """Tokens start..stop-1 of a span without rotation, turned; as `dispatch.Decode` has it."""
+        turn = turns(self.rope, self.positions, start, stop, out.device)
+        heads, _, head_dim = out.shape
+        together, room = (heads, GPU_ELEMENTS) if out.is_cuda else (1, CPU_ELEMENTS)
+        step = max(room // (together * head_dim), 1)
+        for head in range(0, heads, together):
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                keys = torch.empty(together, last - first, head_dim, device=out.device)
+                decode(keys, 0, first, last, first_head + head)
+                rotate_(keys, turn[first - start : last - start])
+                place = slice(offset + first - start, offset + last - start)
+                out[head : head + together, place] = keys
 
 
 def query_moment(

@@ -101,11 +101,13 @@ _COMPACT = QuantWMConfig(
 PRESETS = {
     "published": QuantWMConfig(),
     "embedded": QuantWMConfig(centroids=64),
+    "half-measures": QuantWMConfig(clip=0.7, keys="unrotated", coefficients="int4"),
     "compact": _COMPACT,
     "compact-embedded": replace(_COMPACT, centroids=16, refit_after=768, book_ahead=3072),
     "balanced-embedded": replace(_COMPACT, centroids=16, rank=8, book_bits=90.0, refit_after=384),
 }
-"""`compact`: 6.2x at D = 128 from 28,080 tokens on, whatever the chunks; `balanced`: the published
+"""`half-measures`: the published format where docs/beyond.md found it could be better for no more.
+`compact`: 6.2x at D = 128 from 28,080 tokens on, whatever the chunks; `balanced`: the published
 bytes, spent on codebooks that follow the scene. docs/cache.md has what each costs."""
 
 

@@ -19,10 +19,8 @@ from quantwm.cache.formats.correction import (
     join_all_corrections,
 )
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
-from quantwm.cache.formats.torch_decode import blocks, moved
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
-from quantwm.cache.positions import rotate_
 from quantwm.cache.unrotation import KeyTurns
 
 
@@ -83,15 +81,7 @@ class QuantWMSpan:
         if self.turns is None:
             decode(out, offset, start, stop, first_head)
             return
-        turn = self.turns.of_range(start, stop, out.device)
-        for heads, tokens in blocks(out, start, stop):
-            shape = (heads.stop - heads.start, tokens.stop - tokens.start, out.shape[2])
-            keys = torch.empty(shape, device=out.device)
-            first = moved(heads, first_head).start
-            decode(keys, 0, tokens.start, tokens.stop, first)
-            rotate_(keys, turn[tokens.start - start : tokens.stop - start])
-            begin = offset + tokens.start - start
-            out[heads, begin : begin + shape[1]] = keys
+        self.turns.redo(decode, out, offset, start, stop, first_head)
 
     def picked(self, kept: Tensor) -> QuantWMSpan:
         """Tokens at ascending int64 positions (a CPU tensor)."""
