@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from quantwm.cli.common import (
     add_device,
     emit,
@@ -16,13 +18,17 @@ from quantwm.cli.common import (
     table,
 )
 from quantwm.errors import UserError
-from quantwm.report.pool import WorldSource
+from quantwm.report.pool import Workers, WorldSource
 from quantwm.report.results import Order, make_results
 from quantwm.report.scale import PRESETS
 from quantwm.report.writer import FILES, summary, write_report
 from quantwm.worlds.embedded.adapter import ASSETS
 
 TRUTH = ASSETS / "truth"
+PROCESSES_A_GPU = 5
+TOGETHER = 8
+"""Of the rollouts of a small world on a GPU, each launch costs the same; eight make a launch of the
+embedded world as large as one of a world ten times its size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,16 +43,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="a tiny world with random weights: checks the report, says nothing about caches",
     )
-    parser.add_argument("--processes", type=integer(1, 64), default=1, help="that share the device")
+    parser.add_argument(
+        "--processes", type=integer(1, 64), help="that share the devices; 5 a GPU, 1 on a CPU"
+    )
+    parser.add_argument(
+        "--together", type=integer(1, 64), help="rollouts side by side; 8 on a GPU, 1 on a CPU"
+    )
     parser.add_argument(
         "--seconds", type=integer(1, 86_400), help="begin no rollout after this long"
     )
     add_device(parser)
+    parser.add_argument("--devices", help="several, as in cuda:0,cuda:1, instead of --device")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything and write the files."""
-    device = pick_device(arguments.device)
+    devices = _devices(arguments)
     preset = "minimal" if arguments.minimal else "small" if arguments.small else "full"
     truth = arguments.truth or (TRUTH if TRUTH.is_dir() else None)
     if arguments.truth is not None and not arguments.truth.is_dir():
@@ -56,11 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot write to {arguments.out}: {error.strerror or error}") from error
     source = WorldSource(random_preset="tiny" if arguments.random_weights else None)
-    say(f"loading the world on {device}")
-    world = source.load(device)
+    gpu = devices[0].type == "cuda"
+    processes = arguments.processes or (PROCESSES_A_GPU * len(devices) if gpu else 1)
+    together = arguments.together or (TOGETHER if gpu else 1)
     seconds = float("inf") if arguments.seconds is None else float(arguments.seconds)
-    order = Order(PRESETS[preset], truth, arguments.processes, seconds)
-    results = make_results(world, source, order, progress)
+    names = tuple(map(str, devices))
+    order = Order(PRESETS[preset], truth, processes, names, together, seconds)
+    say(f"loading the world on {', '.join(names)}")
+    with Workers(source, devices, processes) as workers:
+        results = make_results(workers, order, progress)
     progress_done()
     try:
         paths = write_report(arguments.out, results, _command(arguments))
@@ -72,13 +88,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _devices(arguments: argparse.Namespace) -> list[torch.device]:
+    if arguments.devices is None:
+        return [pick_device(arguments.device)]
+    if arguments.device != "auto":
+        raise UserError("give --device or --devices, not both")
+    devices = [pick_device(name.strip()) for name in arguments.devices.split(",")]
+    if len(set(devices)) != len(devices):
+        raise UserError(f"--devices names one twice: {arguments.devices}")
+    return devices
+
+
 def _command(arguments: argparse.Namespace) -> str:
     flags = [f"--out {arguments.out.name}"]
     flags += [f"--{name}" for name in ("small", "minimal") if getattr(arguments, name)]
     if arguments.truth is not None:
         flags.append(f"--truth {arguments.truth.name}")
-    if arguments.processes > 1:
-        flags.append(f"--processes {arguments.processes}")
-    if arguments.seconds is not None:
-        flags.append(f"--seconds {arguments.seconds}")
+    for name in ("processes", "together", "seconds", "devices"):
+        if getattr(arguments, name) is not None:
+            flags.append(f"--{name} {getattr(arguments, name)}")
     return " ".join(["python -m quantwm report", *flags])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from quantwm.actions import parse_actions
 from quantwm.engine import Engine
-from quantwm.engine_types import BlockResult, LaneResult
+from quantwm.engine_types import LaneResult
 from quantwm.metrics import frame_mse, sharpness, ssim_per_frame
 from quantwm.metrics.flicker import change
 from quantwm.report.variants import ALL, format_of
@@ -55,7 +55,8 @@ class LaneSeries:
 
     mse, ssim: against bf16. temporal, excess (steps): grey levels. sharpness: gradient energy.
     consistency: (cos to the first frame + cos to the one before) / 2, from the second frame on.
-    kv_bytes, ratio, resident_ratio, tokens: at the end. ms: of each chunk.
+    kv_bytes, ratio, resident_ratio, tokens: at the end. ms: of each chunk; none of rollouts that
+    ran together, whose chunks take no time of their own.
     """
 
     mse: list[float] = field(default_factory=list)
@@ -88,12 +89,11 @@ def script(text: str, chunks: int, world: World) -> tuple[ChunkAction, ...]:
 
 def run_job(world: World, job: Job) -> JobResult:
     """Run a rollout. Frames live for one chunk, but for those in `keep`."""
-    names = tuple(dict.fromkeys((REFERENCE, *job.lanes)))
-    lanes = [ALL[name].lane(world.spec) for name in names]
-    watch = {name: _Watch(world, job) for name in names}
+    names = lanes_of(job)
+    watch = {name: Watch(job) for name in names}
     with Engine(
         world,
-        lanes,
+        [ALL[name].lane(world.spec) for name in names],
         seed=job.seed,
         scene=None if job.picture is not None else job.scene,
         image=job.picture,
@@ -103,7 +103,23 @@ def run_job(world: World, job: Job) -> JobResult:
     ) as engine:
         engine.start()
         for action in job.actions:
-            _measure(engine.step(action), watch)
+            block = engine.step(action)
+            frames = {lane.name: lane.frames for lane in block.lanes}
+            before = watch[REFERENCE].last
+            for lane in block.lanes:
+                look = look_at(world, job, lane.frames, frames[REFERENCE])
+                watch[lane.name].add(lane.frames, look, frames[REFERENCE], before)
+                watch[lane.name].note(lane)
+    return result_of(job, watch)
+
+
+def lanes_of(job: Job) -> tuple[str, ...]:
+    """The reference, then the others."""
+    return tuple(dict.fromkeys((REFERENCE, *job.lanes)))
+
+
+def result_of(job: Job, watch: Mapping[str, Watch]) -> JobResult:
+    """What the watchers of a rollout's lanes have seen."""
     return JobResult(
         job,
         {name: found.series for name, found in watch.items()},
@@ -111,42 +127,63 @@ def run_job(world: World, job: Job) -> JobResult:
     )
 
 
-def _measure(block: BlockResult, watch: Mapping[str, _Watch]) -> None:
-    results = {lane.name: lane for lane in block.lanes}
-    reference = results[REFERENCE]
-    before = watch[REFERENCE].last
-    for name, lane in results.items():
-        watch[name].add(lane, reference.frames, before)
+@dataclass(frozen=True)
+class Look:
+    """What the device says of N frames. ssim: [N], to the reference; features: float32 [N, F] of
+    unit length, None where consistency is not wanted."""
+
+    ssim: np.ndarray
+    features: torch.Tensor | None
+
+    def of(self, frames: slice) -> Look:
+        """Of some of them."""
+        features = None if self.features is None else self.features[frames]
+        return Look(self.ssim[frames], features)
 
 
-class _Watch:
+def look_at(world: World, job: Job, frames: np.ndarray, reference: np.ndarray) -> Look:
+    """frames, reference: uint8 [N, H, W, 3]; of several rollouts, one behind the other."""
+    encode: Any = getattr(world, "encode", None) if job.consistency else None
+    features = None
+    if encode is not None:
+        pooled = F.adaptive_avg_pool2d(encode(frames).float(), POOLED)
+        features = F.normalize(pooled.flatten(1), dim=1)
+    return Look(ssim_per_frame(frames, reference, world.device), features)
+
+
+class Watch:
     """Turns one lane's frames into its series."""
 
-    def __init__(self, world: World, job: Job) -> None:
+    def __init__(self, job: Job) -> None:
         self.series = LaneSeries()
         self.kept: list[np.ndarray] = []
         self.last: np.ndarray | None = None
-        self._keep, self._device = set(job.keep), world.device
-        self._encode: Any = getattr(world, "encode", None) if job.consistency else None
+        self._keep = set(job.keep)
         self._first: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
-    def add(self, lane: LaneResult, reference: np.ndarray, before: np.ndarray | None) -> None:
+    def add(
+        self, frames: np.ndarray, look: Look, reference: np.ndarray, before: np.ndarray | None
+    ) -> None:
         """One chunk. before: the reference's last frame of the chunk before it."""
-        series, frames = self.series, lane.frames
+        series = self.series
         for offset in range(len(frames)):
             if len(series.mse) + offset in self._keep:
                 self.kept.append(frames[offset].copy())
         self._add_steps(frames, reference, before)
         series.mse += frame_mse(frames, reference).tolist()
-        series.ssim += ssim_per_frame(frames, reference, self._device).tolist()
+        series.ssim += look.ssim.tolist()
         series.sharpness += sharpness(frames).tolist()
-        if self._encode is not None:
-            self._add_consistency(frames)
+        if look.features is not None:
+            self._add_consistency(look.features)
+        self.last = frames[-1].copy()
+
+    def note(self, lane: LaneResult) -> None:
+        """What the lane holds, and what its chunk took."""
+        series = self.series
         series.kv_bytes, series.ratio, series.tokens = lane.kv_bytes, lane.ratio, lane.tokens
         series.resident_ratio = lane.resident_ratio
         series.ms.append(lane.ms)
-        self.last = frames[-1].copy()
 
     def _add_steps(
         self, frames: np.ndarray, reference: np.ndarray, before: np.ndarray | None
@@ -159,12 +196,11 @@ class _Watch:
             excess = np.abs(step - change(other[i - 1], other[i]))
             self.series.excess.append(float(excess.mean(dtype=np.float64)))
 
-    def _add_consistency(self, frames: np.ndarray) -> None:
-        features = F.adaptive_avg_pool2d(self._encode(frames).float(), POOLED).flatten(1)
-        for feature in F.normalize(features, dim=1):
-            if self._first is None or self._before is None:
-                self._first = feature
-            else:
-                score = (feature @ self._first + feature @ self._before) / 2
-                self.series.consistency.append(float(score))
-            self._before = feature
+    def _add_consistency(self, features: torch.Tensor) -> None:
+        if self._first is None or self._before is None:
+            self._first = self._before = features[0]
+            features = features[1:]
+        before = torch.cat((self._before[None], features[:-1]))
+        scores = (features @ self._first + (features * before).sum(1)) / 2
+        self.series.consistency += scores.tolist()
+        self._before = features[-1] if len(features) else self._before

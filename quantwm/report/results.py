@@ -16,14 +16,16 @@ from quantwm.report import numbers, plan, revisit
 from quantwm.report.attention import LayerErrors, study_attention
 from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
-from quantwm.report.pool import Task, WorldSource, reasons, run_tasks, task_of, whole
+from quantwm.report.pool import Task, Workers, reasons, task_of, whole
 from quantwm.report.scale import SCRIPTS, Scale
+from quantwm.report.together import batches, run_jobs
 from quantwm.report.variants import ABLATION, ALL, LANES, METHODS, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
 
 Document = dict[str, Any]
 
 SOONER = {"main": 0.6, "short": 0.6}
+LONGEST = ("minute",)
 
 
 @dataclass(frozen=True)
@@ -39,37 +41,32 @@ class Order:
     """What the report is told.
 
     Attributes:
-        truth: folder of truth episodes, None without. processes: that share the device.
+        truth: folder of truth episodes, None without. processes: that share the devices, all of
+        whose names are in `devices`.
+        together: rollouts of one kind that a process runs side by side.
         seconds: after which no further rollout begins; infinity for no limit.
     """
 
     scale: Scale
     truth: Path | None = None
     processes: int = 1
+    devices: tuple[str, ...] = ()
+    together: int = 1
     seconds: float = float("inf")
 
 
-def make_results(
-    world: World, source: WorldSource, order: Order, report: Callable[[str], None]
-) -> Results:
+def make_results(workers: Workers, order: Order, report: Callable[[str], None]) -> Results:
     """Run it all. report: told about progress, one line at a time."""
     began = time.time()
-    scale = order.scale
+    scale, world = order.scale, workers.world
+    report("starting processes")
+    workers.ready()
     report("latency")
     latency = run_job(world, plan.latency_job(world, scale))
     episodes = revisit.load_tasks(order.truth, scale, world)
-    studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
-    rollouts = _interleaved(
-        plan.rollout_jobs(world, scale) + revisit.revisit_jobs(world, episodes, plan.few_of(scale))
-    )
-    recordings = plan.recording_jobs(world, scale)
-    tasks: list[Task[Any]] = [task_of(study_attention, job, studied) for job in recordings]
-    tasks += [task_of(run_job, job) for job in rollouts]
-    done = run_tasks(tasks, world, source, order.processes, began + order.seconds, report)
-    failures, found = reasons(done), whole(done)
-    errors = [one for one in found[: len(recordings)] if one is not None]
-    results = [one for one in found[len(recordings) :] if one is not None]
-    results.sort(key=lambda r: _place(rollouts, r.job))
+    rollouts = plan.rollout_jobs(world, scale)
+    rollouts += revisit.revisit_jobs(world, episodes, plan.few_of(scale))
+    errors, results, failures = _run(workers, order, rollouts, began + order.seconds, report)
     document = {
         "report": _about(world, order, results, len(rollouts), began),
         "attention": _attention(errors),
@@ -89,26 +86,50 @@ def make_results(
     return Results(document, _pictures(results))
 
 
-def _place(jobs: Sequence[Job], job: Job) -> int:
-    """Where a job stands in the plan; a worker returns a copy of it."""
-    same = (job.experiment, job.label)
-    return next(i for i, other in enumerate(jobs) if (other.experiment, other.label) == same)
+def _run(
+    workers: Workers,
+    order: Order,
+    rollouts: Sequence[Job],
+    deadline: float,
+    report: Callable[[str], None],
+) -> tuple[list[dict[str, dict[int, LayerErrors]]], list[JobResult], list[str]]:
+    """Studies of recordings, results of rollouts in the plan's order, and reasons of failures."""
+    recordings = plan.recording_jobs(workers.world, order.scale)
+    studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
+    groups = _interleaved(batches(rollouts, order.together))
+    longest = sum(group[0].experiment in LONGEST for group in groups)  # which come first
+    rolled = [("rollouts", task_of(run_jobs, group)) for group in groups]
+    studies = [("study", task_of(study_attention, job, studied)) for job in recordings]
+    tasks: list[tuple[str, Task[Any]]] = [*rolled[:longest], *studies, *rolled[longest:]]
+    done = workers.run([task for _, task in tasks], deadline, report)
+    found = list(zip((kind for kind, _ in tasks), whole(done), strict=True))
+    errors = [one for kind, one in found if kind == "study" and one is not None]
+    places = {(job.experiment, job.label): place for place, job in enumerate(rollouts)}
+    results = [one for kind, group in found if kind == "rollouts" for one in group or ()]
+    results.sort(key=lambda r: places[r.job.experiment, r.job.label])
+    return errors, results, reasons(done)
 
 
-def _interleaved(jobs: Sequence[Job]) -> list[Job]:
+def _interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:
     """Experiments taking turns, so that a limit on time takes scenes from all and not one whole.
 
-    Those that most tables rest on come sooner: they are through after 60% of the time.
+    The longest come first, or all would wait for them at the end. Those that most tables rest on
+    come sooner: they are through after 60% of the time.
     """
-    by_experiment: dict[str, list[Job]] = {}
-    for job in jobs:
-        by_experiment.setdefault(job.experiment, []).append(job)
+    by_experiment: dict[str, list[list[Job]]] = {}
+    for group in groups:
+        by_experiment.setdefault(group[0].experiment, []).append(group)
     turns = [
-        (place / len(group) * SOONER.get(experiment, 1.0), order, job)
-        for order, (experiment, group) in enumerate(by_experiment.items())
-        for place, job in enumerate(group)
+        (
+            experiment not in LONGEST,
+            place / len(several) * SOONER.get(experiment, 1.0),
+            order,
+            group,
+        )
+        for order, (experiment, several) in enumerate(by_experiment.items())
+        for place, group in enumerate(several)
     ]
-    return [job for _, _, job in sorted(turns, key=lambda turn: turn[:2])]
+    return [turn[-1] for turn in sorted(turns, key=lambda turn: turn[:3])]
 
 
 def _about(
@@ -136,6 +157,8 @@ def _about(
         "rollouts_planned": planned,
         "rollouts_skipped": planned - len(results),
         "processes": order.processes,
+        "devices": list(order.devices),
+        "together": order.together,
         "missing": [v.title for v in ALL.values() if not v.known],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
     }

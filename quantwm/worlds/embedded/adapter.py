@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
-from quantwm.video import fit
 from quantwm.worlds.base import (
     ChunkAction,
     ChunkOutput,
@@ -33,7 +33,8 @@ from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
 from quantwm.worlds.embedded.pose import START, Walk, as_array, follow, pose_features
 from quantwm.worlds.embedded.rope import ChunkTables, rope_split
 from quantwm.worlds.embedded.sampler import sample
-from quantwm.worlds.embedded.scenes import list_scenes, load_scene
+from quantwm.worlds.embedded.scenes import list_scenes, load_scene, seed_picture, still_clip
+from quantwm.worlds.embedded.together import Together
 from quantwm.worlds.embedded.transformer import Attend, Transformer
 from quantwm.worlds.embedded.weights import Progress, finish, load_models, read_manifest
 
@@ -163,28 +164,53 @@ class EmbeddedWorld:
         # A pure function of few arguments, asked for again in every lane.
         self._condition = functools.lru_cache(maxsize=256)(self._make_condition)
         self._pose = functools.lru_cache(maxsize=16)(self._make_pose)
-        model = config.transformer
-        self._rope = ChunkTables(
-            model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta, self.device
-        )
+        self._together = functools.lru_cache(maxsize=4)(functools.partial(Together, self))
+        self._rope = self.tables()
         self._graphed: tuple[GraphedTransformer, GraphedDecoder] | None = None
         if self.device.type == "cuda" if graphs is None else graphs:
-            self._graphed = self._capture()
+            self._graphed = self.capture(self._rope)
 
-    def _capture(self) -> tuple[GraphedTransformer, GraphedDecoder]:
+    def capture(
+        self, rope: ChunkTables, batch: tuple[int, ...] = ()
+    ) -> tuple[GraphedTransformer, GraphedDecoder]:
+        """CUDA graphs of a pass and of decoding its chunk, which read these tables' memory.
+
+        batch: leading dimensions of a pass. UserError where there is no GPU to replay them.
+        """
         if self.device.type != "cuda":
             raise UserError(f"graphs need a CUDA device, the world is on {self.device}")
         capture = CudaCapture(self.device)
-        shape = (self.spec.cache.frames_per_chunk, *self.spec.latent_shape)
+        frames = math.prod(batch) * self.spec.cache.frames_per_chunk
         return (
-            GraphedTransformer(self._transformer, (self._rope.cos, self._rope.sin), capture),
-            GraphedDecoder(self._autoencoder, shape, capture),
+            GraphedTransformer(self._transformer, (rope.cos, rope.sin), capture, batch),
+            GraphedDecoder(self._autoencoder, (frames, *self.spec.latent_shape), capture),
+        )
+
+    @property
+    def models(self) -> tuple[Transformer, Autoencoder]:
+        """Both in inference mode, shared by everything that runs this world."""
+        return self._transformer, self._autoencoder
+
+    @property
+    def graphed(self) -> bool:
+        """Whether passes replay CUDA graphs."""
+        return self._graphed is not None
+
+    def tables(self) -> ChunkTables:
+        """RoPE tables of one chunk, in memory of their own."""
+        model = self.config.transformer
+        return ChunkTables(
+            model.frames_per_chunk, model.grid, model.head_dim, model.rope_theta, self.device
         )
 
     def without_graphs(self) -> EmbeddedWorld:
         """The same weights, launched op by op: what the graphs are held to, bit for bit."""
         models = self._transformer, self._autoencoder
         return EmbeddedWorld(self.config, *models, self._sha256, self._scene_folder, graphs=False)
+
+    def together(self, count: int) -> Together:
+        """The world for `count` sessions in lock-step; made once for every count."""
+        return self._together(count)
 
     def explain(self) -> str:
         """How passes and decoder are launched, a few words."""
@@ -243,7 +269,7 @@ class EmbeddedWorld:
         if image is None and scene is None and scenes:
             scene = scenes[0].name
         if image is None and scene is None:
-            image = _seed_picture(self.spec.video_size, seed)
+            image = seed_picture(self.spec.video_size, seed)
         if image is not None:
             frames = still_clip(image, self.spec.video_size, self._context)
             keys: tuple[frozenset[str], ...] = (frozenset(),) * self._context
@@ -278,7 +304,7 @@ class EmbeddedWorld:
         vectors = action_map(action, expected[0])
         lane.cache.begin_chunk(lane.next_frame, expected[0])
         try:
-            with self._attention_kernels():
+            with self.attention_kernels():
                 latents, predictions = sample(
                     lambda x, sigma: self._pass(lane, x, sigma, vectors, clean=False),
                     noise.to(self.device),
@@ -298,7 +324,7 @@ class EmbeddedWorld:
         vectors = action_map(action, frames)
         lane.cache.begin_chunk(lane.next_frame, frames)
         try:
-            with self._attention_kernels():
+            with self.attention_kernels():
                 self._pass(lane, latents, 0.0, vectors, clean=True)
             lane.cache.finalize_chunk()
         except BaseException:
@@ -340,7 +366,7 @@ class EmbeddedWorld:
             return self._graphed[0](latents, shared, head, attend_at, pose)
         return self._transformer(latents, shared, head, cos, sin, attend_at, pose=pose)
 
-    def _attention_kernels(self) -> contextlib.AbstractContextManager[None]:
+    def attention_kernels(self) -> contextlib.AbstractContextManager[None]:
         """On a GPU without cuDNN's attention: it plans anew for every length of history, 0.5 ms
         of the host for each of 150 calls a chunk. Entered once a chunk and lane, since entering
         costs as much as a launch."""
@@ -374,29 +400,3 @@ def _bytes_of(*models: torch.nn.Module) -> int:
         for model in models
         for tensor in model.state_dict().values()
     )
-
-
-def still_clip(image: np.ndarray, size: tuple[int, int], frames: int) -> np.ndarray:
-    """A picture uint8 [H, W, 3] held for `frames` frames, or the end of a clip [T, H, W, 3].
-
-    A shorter clip is preceded by its first frame. Every picture is cropped and resized to
-    size = (width, height).
-    """
-    clip = image[None] if image.ndim == 3 else image
-    if clip.ndim != 4 or clip.shape[3] != 3 or clip.dtype != np.uint8 or 0 in clip.shape:
-        raise UserError(
-            f"a start picture is uint8 [height, width, 3] or a clip of them, "
-            f"got {image.dtype} {image.shape}"
-        )
-    fitted = np.stack([fit(picture, size) for picture in clip[-frames:]])
-    missing = frames - len(fitted)
-    return np.concatenate((np.repeat(fitted[:1], missing, axis=0), fitted))
-
-
-def _seed_picture(size: tuple[int, int], seed: int) -> np.ndarray:
-    """Soft colour patches, for worlds without scenes."""
-    width, height = size
-    coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
-    x = torch.from_numpy(coarse).permute(2, 0, 1)[None].float()
-    x = F.interpolate(x, (height, width), mode="bilinear", align_corners=False)
-    return x[0].round().to(torch.uint8).permute(1, 2, 0).numpy()

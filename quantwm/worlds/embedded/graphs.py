@@ -23,18 +23,23 @@ class GraphedTransformer:
     """`Transformer.forward` for chunks of one shape, with the attention outside of the graphs."""
 
     def __init__(
-        self, model: Transformer, tables: Sequence[torch.Tensor], capture: Capture
+        self,
+        model: Transformer,
+        tables: Sequence[torch.Tensor],
+        capture: Capture,
+        batch: Sequence[int] = (),
     ) -> None:
-        """tables: the RoPE tables cos and sin, whose memory holds the chunk's at every call."""
+        """tables: the RoPE tables cos and sin, whose memory holds the chunk's at every call.
+        batch: leading dimensions of everything, for several sessions in one pass."""
         config, weight = model.config, model.patch_in.weight
-        frames, width = config.frames_per_chunk, config.width
+        shape, width = (*batch, config.frames_per_chunk), config.width
         like = {"device": weight.device, "dtype": torch.float32}
-        self._latents = torch.zeros(frames, *config.latent_shape, **like)
-        self._shared = torch.zeros(frames, 6, width, **like)
-        self._head = torch.zeros(frames, 1, width, **like)
-        self._pose = torch.zeros(frames, config.grid[1], FEATURES, **like) if config.pose else None
+        self._latents = torch.zeros(*shape, *config.latent_shape, **like)
+        self._shared = torch.zeros(*shape, 6, width, **like)
+        self._head = torch.zeros(*shape, 1, width, **like)
+        self._pose = torch.zeros(*shape, config.grid[1], FEATURES, **like) if config.pose else None
         self._attended = torch.zeros(
-            config.heads, config.tokens_per_chunk, config.head_dim,
+            *batch, config.heads, config.tokens_per_chunk, config.head_dim,
             device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         self._model, self._tables = model, tuple(tables)

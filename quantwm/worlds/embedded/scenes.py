@@ -1,4 +1,4 @@
-"""Start scenes of the embedded world: 16 true frames with their keys, as WebP and JSON."""
+"""Where a session starts: scenes of 16 true frames with their keys (WebP, JSON), or a picture."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
 from quantwm.errors import UserError
 from quantwm.sheets import read_sheet, write_sheet
+from quantwm.video import fit
 from quantwm.worlds.base import Scene
 from quantwm.worlds.embedded.config import KEYS
 
@@ -79,3 +82,29 @@ def _read(path: Path) -> dict:
     if not keys or any(not held <= set(KEYS) for held in keys):
         raise UserError(f"{path} holds keys other than {', '.join(KEYS)}; fetch it again")
     return {"title": title, "keys": keys}
+
+
+def still_clip(image: np.ndarray, size: tuple[int, int], frames: int) -> np.ndarray:
+    """A picture uint8 [H, W, 3] held for `frames` frames, or the end of a clip [T, H, W, 3].
+
+    A shorter clip is preceded by its first frame. Every picture is cropped and resized to
+    size = (width, height).
+    """
+    clip = image[None] if image.ndim == 3 else image
+    if clip.ndim != 4 or clip.shape[3] != 3 or clip.dtype != np.uint8 or 0 in clip.shape:
+        raise UserError(
+            f"a start picture is uint8 [height, width, 3] or a clip of them, "
+            f"got {image.dtype} {image.shape}"
+        )
+    fitted = np.stack([fit(picture, size) for picture in clip[-frames:]])
+    missing = frames - len(fitted)
+    return np.concatenate((np.repeat(fitted[:1], missing, axis=0), fitted))
+
+
+def seed_picture(size: tuple[int, int], seed: int) -> np.ndarray:
+    """Soft colour patches, for worlds without scenes."""
+    width, height = size
+    coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    x = torch.from_numpy(coarse).permute(2, 0, 1)[None].float()
+    x = F.interpolate(x, (height, width), mode="bilinear", align_corners=False)
+    return x[0].round().to(torch.uint8).permute(1, 2, 0).numpy()
