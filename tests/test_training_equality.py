@@ -89,7 +89,7 @@ def test_batched_rollout_equals_training_forward(clip, pose):
     parallel = predict_clip(
         model, clean, noisy, level, keys, tables, attend, torch.float32, pose
     )  # fmt: skip
-    history = DenseHistory(CONFIG.tokens_per_chunk)
+    history = DenseHistory(CONFIG, FRAMES // 4)
     for first in range(0, FRAMES, 4):
         part = slice(first, first + 4)
         here = (keys[:, part], first)
@@ -142,7 +142,7 @@ def test_training_forward_with_gaps_equals_a_rollout_that_lacks_those_chunks(cli
     level = torch.full_like(sigma, 0.5)
     parallel = predict_clip(model, clean, noisy, level, keys, tables, attend, pose=pose)
     for batch in range(2):
-        history = DenseHistory(CONFIG.tokens_per_chunk)
+        history = DenseHistory(CONFIG, FRAMES // 4)
         one = slice(batch, batch + 1)
         for chunk in range(FRAMES // 4):
             part = slice(4 * chunk, 4 * chunk + 4)

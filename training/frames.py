@@ -22,6 +22,7 @@ from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
 from training.maps import GameMap, build_map, pack_wad
 from training.walker import Pose, Walker
+from training.walks import PieceWalker, is_of_pieces
 
 if TYPE_CHECKING:
     from vizdoom import DoomGame
@@ -127,7 +128,7 @@ def shrink(screen: np.ndarray) -> np.ndarray:
     return ((total + 8) // 16).astype(np.uint8)
 
 
-def play_episode(game: DoomGame, number: int, walker: Walker, length: int) -> Episode:
+def play_episode(game: DoomGame, number: int, walker: Walker | PieceWalker, length: int) -> Episode:
     """Walks map `number` (from 1) of the loaded PWAD for `length` frames."""
     game.set_doom_map(f"map{number:02d}")
     game.new_episode()
@@ -145,8 +146,11 @@ def play_episode(game: DoomGame, number: int, walker: Walker, length: int) -> Ep
     return Episode(frames, keys)
 
 
-def record(seeds: Sequence[int], length: int, folder: str) -> None:
-    """One worker's work: an episode file per seed, each whole as soon as it has its final name."""
+def record(seeds: Sequence[int], length: int, folder: str, pieces: float = 0.0) -> None:
+    """One worker's work: an episode file per seed, each whole as soon as it has its final name.
+
+    pieces: share of the episodes that are made of scripted walks (training/walks.py).
+    """
     target = Path(folder)
     with tempfile.TemporaryDirectory(prefix="quantwm-frames-") as scratch:
         os.chdir(scratch)
@@ -154,7 +158,8 @@ def record(seeds: Sequence[int], length: int, folder: str) -> None:
         game = open_engine(Path(scratch), maps)
         for number, seed in enumerate(seeds, start=1):
             game.set_seed(seed)
-            episode = play_episode(game, number, Walker(maps[number - 1], seed), length)
+            walker = PieceWalker if is_of_pieces(seed, pieces) else Walker
+            episode = play_episode(game, number, walker(maps[number - 1], seed), length)
             partial = Path(scratch) / "episode.npz"
             np.savez(partial, frames=episode.frames, keys=episode.keys)
             hidden = target / f".{seed}.part"
@@ -183,15 +188,18 @@ class Recorder:
     """
 
     def __init__(
-        self, seeds: Sequence[int], length: int, folder: Path, processes: int, patience: float = 60
-    ) -> None:
-        """patience: seconds for a process to start, and again for each of its episodes."""
+        self, seeds: Sequence[int], length: int, folder: Path, processes: int,
+        patience: float = 60, pieces: float = 0.0,
+    ) -> None:  # fmt: skip
+        """patience: seconds for a process to start, and again for each of its episodes; pieces:
+        share of the episodes that are made of scripted walks."""
         require_engine()
         if length < 2 or processes < 1:
             raise UserError(f"need length >= 2 and processes >= 1, got {length} and {processes}")
         self._folder = folder.resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._length, self._processes, self._patience = length, processes, patience
+        self._pieces = pieces
         missing = self._missing(list(seeds))
         size = max(1, min(MAPS_PER_PROCESS, -(-len(missing) // processes)))
         self._queue = [(missing[i : i + size], 1) for i in range(0, len(missing), size)]
@@ -227,7 +235,8 @@ class Recorder:
         root = Path(__file__).resolve().parent.parent
         command = [
             sys.executable, "-m", "training.frames", "--length", str(self._length),
-            "--out", str(self._folder), "--seeds", *map(str, seeds),
+            "--out", str(self._folder), "--pieces", str(self._pieces),
+            "--seeds", *map(str, seeds),
         ]  # fmt: skip
         process = subprocess.Popen(
             command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -259,16 +268,17 @@ def main() -> None:
     which.add_argument("--count", type=int, help="record maps first ... first + count - 1")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--pieces", type=float, default=0.0, help="share made of scripted walks")
     args = parser.parse_args()
     require_engine()
     args.out.mkdir(parents=True, exist_ok=True)
     if args.seeds:
         os.nice(10)  # the process that trains meanwhile, and its compiler, come first
-        record(args.seeds, args.length, str(args.out.resolve()))
+        record(args.seeds, args.length, str(args.out.resolve()), args.pieces)
         return
     seeds = range(args.first, args.first + args.count)
     start = time.monotonic()
-    recorder = Recorder(seeds, args.length, args.out, args.processes)
+    recorder = Recorder(seeds, args.length, args.out, args.processes, pieces=args.pieces)
     recorder.wait()
     seconds = time.monotonic() - start
     done = len(seeds) - len(recorder.given_up)

@@ -24,19 +24,11 @@ from quantwm.worlds.base import Script
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.scenes import SceneClip, save_scene
 from quantwm.worlds.embedded.scripts import save_script
-from training.choreography import (
-    CHUNK,
-    CONTEXT,
-    FULL_TURN,
-    PARTS,
-    Part,
-    StuckError,
-    perform,
-    scout,
-    stand,
-)
+from training.choreography import CONTEXT, PARTS, Part, perform, scout
 from training.frames import UNSEEN_SEED, open_engine, require_engine
 from training.maps import GameMap, build_map
+from training.moves import CHUNK, StuckError, stand
+from training.walker import FULL_TURN
 
 if TYPE_CHECKING:
     from vizdoom import DoomGame

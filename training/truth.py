@@ -15,9 +15,10 @@ from pathlib import Path
 
 from quantwm.errors import UserError
 from quantwm.evaluation.episodes import save_episode
-from training.choreography import PARTS, StuckError, perform
+from training.choreography import PARTS, perform
 from training.frames import UNSEEN_SEED, open_engine, require_engine
 from training.maps import build_map
+from training.moves import StuckError
 
 FIRST_SEED = UNSEEN_SEED + 600_000
 """Maps of the acceptance table: none is trained on, measured during training or a start scene."""
