@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
 
 from quantwm.cache.formats import split_methods
@@ -20,7 +21,7 @@ from quantwm.cli.common import (
     table,
 )
 from quantwm.errors import UserError
-from quantwm.study import study
+from quantwm.study import COLD_TOKENS, MethodResult, study
 from quantwm.tensor_files import load_tensors
 
 DEFAULT_SPAN = 3072
@@ -76,34 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         report=progress,
     )
     progress_done()
-    rows = [
-        [
-            "method",
-            "bits/el",
-            "resident",
-            "ratio",
-            "K rel",
-            "V rel",
-            "logit MSE",
-            "shift",
-            "out rel",
-        ]
-    ]
-    for result in results:
-        rows.append(
-            [
-                result.method,
-                number(result.bits_per_element),
-                number(result.resident_bits_per_element),
-                number(result.ratio, 2, "x"),
-                number(result.k_rel_mse, 4),
-                number(result.v_rel_mse, 4),
-                number(result.logit_mse, 4),
-                number(result.token_shift, 4),
-                number(result.attention_output_rel_mse, 5),
-            ]
-        )
-    say(table(rows))
+    say(table(_whole(results)))
+    say(table(_parts(results)))
     heads, tokens, head_dim = tensors.shape
     emit(
         {
@@ -121,3 +96,40 @@ def run(arguments: argparse.Namespace) -> int:
         }
     )
     return 0
+
+
+def _whole(results: Sequence[MethodResult]) -> list[list[str]]:
+    """Over the whole recording."""
+    head = ["method", "bits/el", "resident", "ratio", "K rel", "V rel", "logit MSE", "shift"]
+    rows = [[*head, "out rel", "corrected"]]
+    for result in results:
+        rows.append(
+            [
+                result.method,
+                number(result.bits_per_element),
+                number(result.resident_bits_per_element),
+                number(result.ratio, 2, "x"),
+                number(result.k_rel_mse, 4),
+                number(result.v_rel_mse, 4),
+                number(result.logit_mse, 4),
+                number(result.token_shift, 4),
+                number(result.attention_output_rel_mse, 5),
+                number(result.corrected_output_rel_mse, 5),
+            ]
+        )
+    return rows
+
+
+def _parts(results: Sequence[MethodResult]) -> list[list[str]]:
+    """The cold start and the long run apart."""
+    names = ["logit MSE", "shift", "out rel", "corrected"]
+    cold = [f"to {COLD_TOKENS:,}: {names[0]}", *names[1:]]
+    rows = [["method", *cold, f"longer: {names[0]}", *names[1:]]]
+    for result in results:
+        row = [result.method]
+        for part in (result.cold, result.long):
+            values = (None,) * 4 if part is None else astuple(part)
+            digits = (4, 4, 5, 5)
+            row += [number(v, d) for v, d in zip(values, digits, strict=True)]
+        rows.append(row)
+    return rows
