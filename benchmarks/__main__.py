@@ -16,6 +16,7 @@ REGISTRY = {
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
     "chunk": ("chunk", "a whole chunk of LingBot's size, packed over BF16"),
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),
+    "passes": ("passes", "kernels between a Wan pass's products, beside PyTorch's operations"),
     "fidelity": ("fidelity", "PSNR of every lane to BF16 on the start scenes"),
     "tradeoff": ("tradeoff", "bits against error for all methods and spans: a plot and a table"),
     "soak": ("soak", "ten thousand chunks through one cache: nothing may grow"),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import codec
+from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
@@ -193,11 +193,17 @@ def check_staged(device: torch.device) -> None:
             require(torch.equal(mine[:, history.shape[1] :], own), f"{name}: the chunk's own")
 
 
+def check_passes(device: torch.device) -> None:
+    for sizes in passes.SIZES.values():
+        passes.agree(sizes, device)
+
+
 CHECKS: dict[str, Callable[[torch.device], None]] = {
     "full-size": check_full_size,
     **{"odd-size " + "x".join(map(str, s)): partial(check_odd_size, shape=s) for s in ODD_SIZES},
     "fused": check_fused,
     "staged": check_staged,
+    "passes": check_passes,
     "bit-equal": check_two_runs_are_bit_equal,
     "host-syncs": check_one_sync_a_chunk,
     "past-2^31": check_offsets_past_2_31,

@@ -38,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="video frames to fill")
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
+    parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -126,6 +127,7 @@ def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[s
         peak = _peak(device)
         timed = [_timed(engine, action) for _ in range(options.chunks)]
         split = _split(engine, action, world, 1)
+        costliest = _costliest(engine, action, options.kernels)
         explained = engine.explain()
     blocks = [block for _, block in timed]
     frames = spec.cache.frames_per_chunk * spec.frames_per_latent
@@ -147,6 +149,7 @@ def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[s
         "resident_ratio": {lane.name: round(lane.resident_ratio, 3) for lane in resident.lanes},
         "peak_bytes": peak,
         "split_ms": split,
+        "kernels_ms": costliest,
         "kernels": explained,
     }
 
@@ -200,6 +203,35 @@ def _split(engine: Engine, action: ChunkAction, world: Walked, chunks: int) -> d
     return split_time(world.device, targets, lambda: engine.step(action), chunks)
 
 
+def _costliest(engine: Engine, action: ChunkAction, count: int) -> dict[str, tuple[int, float]]:
+    """What the device ran longest in one chunk, decoding included: name -> launches, ms.
+
+    "idle" is what is left of the time between the first launch and the last end.
+    """
+    if not count or not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        engine.step(action)
+        torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    events = [event for event in profile.events() if event.device_type == on_device]
+    if not events:
+        return {}
+    spent: dict[str, tuple[int, float]] = {}
+    for event in events:
+        launches, ms = spent.get(event.name, (0, 0.0))
+        spent[event.name] = launches + 1, ms + event.time_range.elapsed_us() / 1e3
+    begun = min(event.time_range.start for event in events)
+    ended = max(event.time_range.end for event in events)
+    busy = sum(ms for _, ms in spent.values())
+    most = sorted(spent, key=lambda name: -spent[name][1])
+    rest = [spent[name] for name in most[count:]]
+    found = {name[:90]: (spent[name][0], round(spent[name][1], 2)) for name in most[:count]}
+    found["all others"] = sum(n for n, _ in rest), round(sum(ms for _, ms in rest), 2)
+    found["idle"] = 0, round((ended - begun) / 1e3 - busy, 2)
+    return found
+
+
 def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -236,4 +268,5 @@ def _lines(row: dict[str, Any]) -> list[str]:
     lines += [
         f"    {label:26} {ms:9.2f} ms {ms / whole:6.1%}" for label, ms in row["split_ms"].items()
     ]
+    lines += [f"    {ms:9.2f} ms {n:6} x {name}" for name, (n, ms) in row["kernels_ms"].items()]
     return [*lines, f"    {row['kernels']}"]

@@ -54,7 +54,7 @@ def test_baked_keys_come_back_from_a_world_s_own_rope(name: str) -> None:
         k = one.expand(-1, 4 * CELLS, -1)
         exact = attention.positions.turn(k)
         for layer in range(spec.layers):
-            attention(layer, torch.ones_like(k), k, k)
+            attention(layer, attention.positions.turn(torch.ones_like(k)), exact, k)
         cache.finalize_chunk()
     found = cache.history(0)[0][:, -4 * CELLS :]
     assert float((found - exact).square().sum() / exact.square().sum()) < 1e-3

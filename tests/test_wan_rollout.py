@@ -34,6 +34,8 @@ def visible(frames: int, chunk: int, window: int | None, sink: int) -> torch.Ten
 class MaskedAttention:
     """All frames at once, under a mask: what the cached rollout must equal."""
 
+    turns = None
+
     def __init__(self, frames: int, seen: torch.Tensor) -> None:
         self.table = frame_angles(torch.arange(frames), GRID, 128)
         self.mask = seen.repeat_interleave(CELLS, 0).repeat_interleave(CELLS, 1)
@@ -123,6 +125,8 @@ def test_other_formats_carry_a_rollout(method: str) -> None:
 
 class JointMemory:
     """Memory and chunk in one sequence: the chunk sees all, the memory itself only."""
+
+    turns = None
 
     def __init__(self, lenses, memory: int, frames: int) -> None:
         self.lenses = lenses

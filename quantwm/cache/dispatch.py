@@ -210,6 +210,16 @@ def fused_kernel(device: torch.device) -> ModuleType | str:
     return fused
 
 
+@lru_cache(maxsize=8)
+def pass_kernels(device: torch.device) -> ModuleType | None:
+    """The kernels between a Wan pass's matrix products; None where PyTorch's operations run."""
+    if not isinstance(ops_for(device), TritonOps):
+        return None
+    from kernels import passes
+
+    return passes
+
+
 # --- Triton wiring: the one place that imports `kernels` ---------------------------------------
 
 

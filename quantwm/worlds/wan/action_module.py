@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantwm.worlds.wan.config import ActionConfig
-from quantwm.worlds.wan.layers import EPS, linear
-from quantwm.worlds.wan.rotary import angles, rotate
+from quantwm.worlds.wan.layers import EPS, kernels_for, linear, merge_heads, split_heads
+from quantwm.worlds.wan.rotary import Turns, angles, rotate, table_dtype
 
-Turns = tuple[torch.Tensor, torch.Tensor]
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -45,11 +44,16 @@ class ActionPass:
     mouse_history: ActionHistory | None
 
 
-def frame_turns(first_frame: int, frames: int, config: ActionConfig, device: torch.device) -> Turns:
-    """Rotary cosines and sines of latent frames, for every block's action module alike."""
+def frame_turns(
+    first_frame: int, frames: int, config: ActionConfig, device: torch.device, dtype: torch.dtype
+) -> Turns:
+    """Rotary cosines and sines of latent frames, for every block's action module alike.
+
+    dtype: of what is to be rotated.
+    """
     positions = torch.arange(first_frame, first_frame + frames, device=device)
     table = angles(positions, config.rope_dim, config.rope_theta)
-    return table.cos(), table.sin()
+    return table.cos().to(table_dtype(dtype)), table.sin().to(table_dtype(dtype))
 
 
 def action_windows(
@@ -69,6 +73,17 @@ def action_windows(
 def _unit_rms(x: torch.Tensor) -> torch.Tensor:
     """RMS norm in the dtype of x; its stored weight is never applied by the published model."""
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS)
+
+
+def _turned(x: torch.Tensor, turns: Turns) -> torch.Tensor:
+    """x [heads, N, D] of the frames that turns is of -> the same, normed and rotated."""
+    frames = len(turns[0])
+    kernels = kernels_for(x, x.shape[0] * x.shape[2], x.shape[2])
+    if kernels is not None:
+        return kernels.action_turn(x, turns, frames, EPS)
+    cos, sin = turns
+    by_frame = _unit_rms(x).unflatten(1, (frames, -1))
+    return rotate(by_frame, cos[:, None], sin[:, None]).flatten(1, 2)
 
 
 class _Weight(nn.Module):
@@ -114,49 +129,60 @@ class ActionModule(nn.Module):
         """x: [F * cells, width] -> the same, actions added."""
         if action.mouse is not None and action.mouse_history is not None and self.has_mouse:
             q, k, v = self.mouse_in(x, action.mouse, action.turns)
-            x = x + self.mouse_out(mouse_attention(q, k, v, layer, action.mouse_history))
+            attended = mouse_attention(q, k, v, len(action.mouse), layer, action.mouse_history)
+            x = x + self.mouse_out(attended)
         q, k, v = self.keyboard_in(x, action.keyboard, action.turns)
-        return x + self.keyboard_out(keyboard_attention(q, k, v, layer, action.keyboard_history))
+        attended = keyboard_attention(q, k, v, layer, action.keyboard_history)
+        return x + self.keyboard_out(attended)
 
     def mouse_in(self, x: torch.Tensor, mouse: torch.Tensor, turns: Turns) -> QKV:
-        """q [cells, heads, F, D]; k and v [heads, F * cells, D] as the cache takes them."""
+        """q, k, v [heads, F * cells, D]."""
         config, frames = self.config, len(mouse)
         cells = x.shape[0] // frames
         rows = mouse.flatten(1).to(x.dtype)[:, None].expand(-1, cells, -1)
         mixed = torch.cat([x.unflatten(0, (frames, cells)), rows], dim=-1)
-        qkv = self.t_qkv(self.mouse_mlp(mixed)).unflatten(-1, (3, config.heads, -1))
-        q, k, v = qkv.permute(2, 3, 1, 0, 4)  # each [heads, cells, frames, D]
-        q, k = rotate(_unit_rms(q), *turns), rotate(_unit_rms(k), *turns)
-        k, v = (t.transpose(1, 2).flatten(1, 2) for t in (k, v))
-        return q.transpose(0, 1), k, v
+        qkv = self.t_qkv(self.mouse_mlp(mixed)).flatten(0, 1)
+        q, k, v = (split_heads(part, config.heads) for part in qkv.chunk(3, dim=-1))
+        return _turned(q, turns), _turned(k, turns), v
 
     def mouse_out(self, attended: torch.Tensor) -> torch.Tensor:
-        """[cells, heads, F, D] -> [F * cells, width]."""
-        return self.proj_mouse(attended.permute(2, 0, 1, 3).flatten(2).flatten(0, 1))
+        """[heads, F * cells, D] -> [F * cells, width]."""
+        return self.proj_mouse(merge_heads(attended))
 
     def keyboard_in(self, x: torch.Tensor, keyboard: torch.Tensor, turns: Turns) -> QKV:
         """q [heads, F * cells, D]; k and v [heads, F, D]: all cells see the same key rows."""
-        config, frames = self.config, len(keyboard)
+        config = self.config
         embedded = self.keyboard_embed(keyboard.to(x.dtype)).flatten(1)
-        kv = self.keyboard_attn_kv(embedded).unflatten(-1, (2, config.heads, -1))
-        k, v = kv.permute(1, 2, 0, 3)
-        q = linear(self.mouse_attn_q, x).unflatten(-1, (config.heads, -1)).transpose(0, 1)
-        cos, sin = turns
-        q = rotate(_unit_rms(q).unflatten(1, (frames, -1)), cos[:, None], sin[:, None])
-        return q.flatten(1, 2), rotate(_unit_rms(k), *turns), v
+        kv = self.keyboard_attn_kv(embedded)
+        k, v = (split_heads(part, config.heads) for part in kv.chunk(2, dim=-1))
+        q = split_heads(linear(self.mouse_attn_q, x), config.heads)
+        return _turned(q, turns), _turned(k, turns), v
 
     def keyboard_out(self, attended: torch.Tensor) -> torch.Tensor:
         """[heads, F * cells, D] -> [F * cells, width]."""
-        return self.proj_keyboard(attended.transpose(0, 1).flatten(1))
+        return self.proj_keyboard(merge_heads(attended))
 
 
 def mouse_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, history: ActionHistory
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    frames: int,
+    layer: int,
+    history: ActionHistory,
 ) -> torch.Tensor:
-    """Every cell over its own past: q [cells, heads, F, D] -> the same."""
-    cells = q.shape[0]
-    keys, values = (t.unflatten(1, (-1, cells)).permute(2, 0, 1, 3) for t in history(layer, k, v))
-    return F.scaled_dot_product_attention(q, keys, values)
+    """Every cell over its own past: q [heads, frames * cells, D] -> the same.
+
+    As 14,080 attentions of 3 queries over 6 keys, PyTorch's own would fill one row in twenty of
+    the tiles that it computes.
+    """
+    keys, values = history(layer, k, v)
+    kernels = kernels_for(q, q.shape[0] * q.shape[2], q.shape[2])
+    if kernels is not None:
+        return kernels.cell_attention(q, keys, values, frames)
+    cells = q.shape[1] // frames
+    parts = (t.unflatten(1, (-1, cells)).permute(2, 0, 1, 3) for t in (q, keys, values))
+    return F.scaled_dot_product_attention(*parts).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def keyboard_attention(

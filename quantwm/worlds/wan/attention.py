@@ -8,8 +8,9 @@ import torch
 
 from quantwm.cache.attention import attention
 from quantwm.cache.kv_cache import KVCache
+from quantwm.worlds.wan.layers import EPS, kernels_for
 from quantwm.worlds.wan.prope import Cameras, apply
-from quantwm.worlds.wan.rotary import frame_angles, rotate
+from quantwm.worlds.wan.rotary import Turns, frame_angles, rotate, table_dtype
 
 Grid = tuple[int, int]
 """Rows and columns of tokens in one latent frame."""
@@ -24,12 +25,15 @@ class Positions:
     """Rotary table of a run of latent frames, in the dtype that rotate wants."""
 
     def __init__(self, frames: torch.Tensor, grid: Grid, head_dim: int, dtype: torch.dtype) -> None:
-        table = torch.float64 if dtype == torch.float32 else torch.float32
-        self.cos, self.sin = (part.to(table) for part in frame_angles(frames, grid, head_dim))
+        cos, sin = frame_angles(frames, grid, head_dim)
+        self.turns: Turns = (cos.to(table_dtype(dtype)), sin.to(table_dtype(dtype)))
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """x: [H, frames * tokens, D] -> the same, rotated."""
-        return rotate(x, self.cos, self.sin)
+        kernels = kernels_for(x, x.shape[0] * x.shape[2], x.shape[2])
+        if kernels is not None:
+            return kernels.turn(x, None, self.turns, EPS)
+        return rotate(x, *self.turns)
 
 
 def frame_range(first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -56,16 +60,11 @@ class AbsoluteAttention:
         self.positions = chunk_positions(
             first_frame, frames, grid, cache.spec.head_dim, cache.dtype, cache.device
         )
+        self.turns: Turns | None = self.positions.turns
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return self.turned(layer, self.positions.turn(q), self.positions.turn(k), v)
-
-    def turned(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """The same for q and k that were rotated already."""
         return (self.cache.attend(layer, q, k, v, clean=self.clean),)
 
 
@@ -87,6 +86,8 @@ class MemoryAttention:
     Both are exact invertible maps of the same k and v, so one stored copy serves two branches.
     Positions are those of the memory in its order, then of the chunk; nothing is absolute.
     """
+
+    turns: Turns | None = None
 
     def __init__(self, cache: KVCache, cameras: Cameras, frames: int, grid: Grid, clean: bool):
         """cameras: of all attended latent frames, memory first; frames: of the chunk itself."""
@@ -116,6 +117,8 @@ class AnchoredAttention:
     The anchor's position moves with the window, so its distance to the newest frames stays what
     training saw.
     """
+
+    turns: Turns | None = None
 
     def __init__(
         self,

@@ -15,22 +15,34 @@ from quantwm.errors import UserError
 from quantwm.worlds.wan.action_module import ActionModule, ActionPass
 from quantwm.worlds.wan.config import WanConfig
 from quantwm.worlds.wan.layers import (
+    EPS,
     Embedding,
     FeedForward,
     ImageEmbedding,
     RMSNorm,
+    kernels_for,
     layer_norm,
     linear,
     linear_fp32,
+    merge_heads,
+    normed_heads,
     sinusoid,
+    split_heads,
 )
+from quantwm.worlds.wan.rotary import Turns
 
 ContextKV = tuple[tuple[torch.Tensor, torch.Tensor], ...]
 """Cross-attention keys and values of every layer, each [heads, rows, head_dim]."""
 
 
 class SelfAttention(Protocol):
-    """Owns positions and history: the backbone hands it un-rotated q, k, v of the chunk."""
+    """Owns positions and history.
+
+    Attributes:
+        turns: by which q and k come rotated; None where they come un-rotated.
+    """
+
+    turns: Turns | None
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -66,16 +78,6 @@ Forward = Callable[[torch.Tensor, Pass], torch.Tensor]
 """Latents [in_channels, F, H, W] and what goes with them -> flow [out_channels, F, H, W]."""
 
 
-def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[N, heads * D] -> [heads, N, D]."""
-    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
-
-
-def merge_heads(x: torch.Tensor) -> torch.Tensor:
-    """[heads, N, D] -> [N, heads * D]."""
-    return x.transpose(0, 1).flatten(1)
-
-
 def by_frame(x: torch.Tensor, frames: int) -> torch.Tensor:
     """[frames * tokens, C] -> [frames, tokens, C], a view: one modulation row per frame."""
     return x.unflatten(0, (frames, -1))
@@ -96,12 +98,14 @@ class Attention(nn.Module):
         if prope:
             self.to_out_prope = nn.ModuleList([nn.Linear(width, width)])
 
-    def queries(self, x: torch.Tensor) -> torch.Tensor:
-        return split_heads(self.norm_q(linear(self.to_q, x)), self.heads)
+    def queries(self, x: torch.Tensor, turns: Turns | None = None) -> torch.Tensor:
+        return normed_heads(self.norm_q, linear(self.to_q, x), self.heads, turns)
 
-    def keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        k = self.norm_k(linear(self.to_k, x))
-        return split_heads(k, self.heads), split_heads(linear(self.to_v, x), self.heads)
+    def keys_values(
+        self, x: torch.Tensor, turns: Turns | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k = normed_heads(self.norm_k, linear(self.to_k, x), self.heads, turns)
+        return k, split_heads(linear(self.to_v, x), self.heads)
 
     def output(self, *branches: torch.Tensor) -> torch.Tensor:
         out = linear(self.to_out[0], merge_heads(branches[0]))
@@ -136,7 +140,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, modulation: torch.Tensor, inputs: Pass) -> torch.Tensor:
         """x: [N, width]; modulation: [F, 6, width] -> [N, width]."""
         vectors = self.vectors(modulation)
-        attended = inputs.attention(self.index, *self.before(x, vectors))
+        attention = inputs.attention
+        attended = attention(self.index, *self.before(x, vectors, attention.turns))
         x = self.after(x, attended, vectors, inputs.context[self.index], inputs.camera)
         if inputs.action is not None and self.acts:
             x = self.action_model(self.action_index, x, inputs.action)
@@ -156,11 +161,11 @@ class Block(nn.Module):
         return rows[:, :, None].unbind(1)
 
     def before(
-        self, x: torch.Tensor, vectors: Vectors
+        self, x: torch.Tensor, vectors: Vectors, turns: Turns | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Un-rotated q, k, v [heads, N, head_dim] of the self-attention."""
+        """q, k, v [heads, N, head_dim] of the self-attention, q and k rotated by turns, if any."""
         hidden = self._modulated(x, vectors[0], vectors[1])
-        return self.attn1.queries(hidden), *self.attn1.keys_values(hidden)
+        return self.attn1.queries(hidden, turns), *self.attn1.keys_values(hidden, turns)
 
     def after(
         self,
@@ -183,6 +188,9 @@ class Block(nn.Module):
 
     def _modulated(self, x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         if not self.rules.modulation_fp32:
+            kernels = kernels_for(x, x.shape[-1], x.shape[-1] // self.attn1.heads)
+            if kernels is not None:
+                return kernels.modulate(x, shift, scale, EPS)
             normed = layer_norm(x)
         elif self.rules.residual_fp32:
             # Under autocast the norm of a BF16 stream is rounded before it is modulated.
@@ -196,6 +204,10 @@ class Block(nn.Module):
         return layer_norm(x, affine, fp32=self.rules.modulation_fp32)
 
     def _added(self, x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if not self.rules.modulation_fp32:
+            kernels = kernels_for(x, x.shape[-1], x.shape[-1] // self.attn1.heads)
+            if kernels is not None:
+                return kernels.gated(x, update, gate)
         total = x + (by_frame(update, len(gate)) * gate).flatten(0, 1)
         return total if self.rules.residual_fp32 else total.to(x.dtype)
 

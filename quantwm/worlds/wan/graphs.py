@@ -19,9 +19,7 @@ from quantwm.worlds.wan.action_module import (
     keyboard_attention,
     mouse_attention,
 )
-from quantwm.worlds.wan.attention import AbsoluteAttention
-from quantwm.worlds.wan.backbone import Block, CausalWan, ContextKV, Pass
-from quantwm.worlds.wan.rotary import rotate
+from quantwm.worlds.wan.backbone import Block, CausalWan, ContextKV, Pass, Vectors
 
 WORTHWHILE_FLOPS = 1.5e12
 """A layer's arithmetic for one chunk up to which graphs help: about 4 ms on an H200, as long as a
@@ -63,12 +61,17 @@ class GraphedWan:
         return sum(len(made.pieces) for made in self._passes.values())
 
 
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """Zeros like x [heads, N, D] that lie as [N, heads, D]."""
+    return torch.zeros_like(x.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
 def _kind(latents: torch.Tensor, inputs: Pass) -> tuple[object, ...]:
     """What must be alike for two passes to share graphs."""
     action = inputs.action
     return (
         tuple(latents.shape),
-        isinstance(inputs.attention, AbsoluteAttention),
+        inputs.attention.turns is None,
         inputs.context[0][0].shape[1],
         inputs.camera is None,
         inputs.labels is None,
@@ -90,13 +93,15 @@ class _GraphedPass:
         self._source: ContextKV | None = None
         self._context: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._grid = (latents.shape[1], latents.shape[2] // 2, latents.shape[3] // 2)
-        self._turned = isinstance(inputs.attention, AbsoluteAttention)
+        # All blocks' tables together: their modulation is one addition a pass.
+        self._tables = torch.cat([block.scale_shift_table for block in model.blocks])
         self._fill(latents, inputs)
         tokens = self._grid[0] * self._grid[1] * self._grid[2]
         config = model.config
-        shape = (config.heads, tokens, config.head_dim)
+        shape = (tokens, config.heads, config.head_dim)
         branches = 2 if config.prope else 1
-        blank = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        # Heads of a token side by side, so that joining them moves nothing.
+        blank = torch.zeros(shape, dtype=model.dtype, device=model.device).transpose(0, 1)
         self._attended = [self._put(f"attended {index}", blank) for index in range(branches)]
         self.pieces: list[tuple[Callable[[], None], Outside]] = []
         self._build(inputs)
@@ -109,20 +114,21 @@ class _GraphedPass:
         return self._flow.clone()
 
     def _put(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Copy a value into the static tensor of its name and dtype, made when it is new."""
+        """Copy a value into the static tensor of its name and dtype, made like it when new."""
         key = (name, value.dtype)
         if key not in self._held:
             with torch.inference_mode(False):
-                self._held[key] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+                self._held[key] = torch.empty_like(value)
         return self._held[key].copy_(value)
 
     def _fill(self, latents: torch.Tensor, inputs: Pass) -> None:
         """The pass's inputs into the static tensors that the graphs read."""
         self._latents = self._put("latents", latents)
         self._times = self._put("timesteps", inputs.timesteps)
-        if isinstance(inputs.attention, AbsoluteAttention):
-            positions = inputs.attention.positions
-            self._turns = (self._put("cos", positions.cos), self._put("sin", positions.sin))
+        turns = inputs.attention.turns
+        if turns is not None:
+            turns = self._put("cos", turns[0]), self._put("sin", turns[1])
+        self._turns = turns
         self._camera = None if inputs.camera is None else self._put("camera", inputs.camera)
         self._labels = None if inputs.labels is None else self._put("labels", inputs.labels)
         if inputs.action is not None:
@@ -171,8 +177,7 @@ class _GraphedPass:
         last = layer == len(self._model.blocks) - 1
 
         def segment() -> None:
-            block = self._model.blocks[layer]
-            x = block.finish(head(), block.vectors(self._modulation))
+            x = self._model.blocks[layer].finish(head(), self._vectors(layer))
             if last:
                 self._flow = self._put("flow", self._model.leave(x, self._time, self._grid))
             else:
@@ -202,12 +207,13 @@ class _GraphedPass:
             self._put_qkv("mouse", module.mouse_in(x, self._mouse, self._action_turns))
 
         def outside(inputs: Pass) -> None:
-            out = mouse_attention(*self._qkv("mouse"), index, inputs.action.mouse_history)
+            history = inputs.action.mouse_history
+            out = mouse_attention(*self._qkv("mouse"), self._grid[0], index, history)
             self._put("mouse attended", out)
 
         self._add(segment, outside)
         stream = self._stream
-        attended = self._put("mouse attended", torch.zeros_like(self._qkv("mouse")[0]))
+        attended = self._put("mouse attended", _side_by_side(self._qkv("mouse")[0]))
         return lambda: stream + module.mouse_out(attended)
 
     def _add_keyboard(
@@ -227,7 +233,7 @@ class _GraphedPass:
             self._put("keyboard attended", out)
 
         self._add(segment, outside)
-        blank = torch.zeros_like(self._qkv("keyboard")[0])
+        blank = _side_by_side(self._qkv("keyboard")[0])
         return self._stream, self._put("keyboard attended", blank)
 
     # Pieces ---------------------------------------------------------------------------------
@@ -235,26 +241,28 @@ class _GraphedPass:
     def _enter(self) -> None:
         time, modulation = self._model.times(self._times, self._labels)
         self._time = self._put("time", time)
-        self._modulation = self._put("modulation", modulation)
+        rules = self._model.config.rules
+        tables = self._tables.float() if rules.modulation_fp32 else self._tables
+        self._rows = self._put("modulation", tables[:, None] + modulation)
         self._before(0, self._model.enter(self._latents))
 
     def _before(self, layer: int, x: torch.Tensor) -> None:
         block = self._model.blocks[layer]
         self._stream = self._put("x", x)
-        q, k, v = block.before(x, block.vectors(self._modulation))
-        if self._turned:
-            q, k = rotate(q, *self._turns), rotate(k, *self._turns)
-        self._put_qkv("self", (q, k, v))
+        self._put_qkv("self", block.before(x, self._vectors(layer), self._turns))
 
     def _after(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         block = self._model.blocks[layer]
-        vectors = block.vectors(self._modulation)
-        return block.after(x, self._attended, vectors, self._context[layer], self._camera)
+        vectors, context = self._vectors(layer), self._context[layer]
+        return block.after(x, self._attended, vectors, context, self._camera)
+
+    def _vectors(self, layer: int) -> Vectors:
+        """As `Block.vectors` makes them."""
+        return self._rows[layer][:, :, None].unbind(1)
 
     def _attend(self, layer: int, inputs: Pass) -> None:
-        q, k, v = self._qkv("self")
-        attend = inputs.attention.turned if self._turned else inputs.attention
-        for held, out in zip(self._attended, attend(layer, q, k, v), strict=True):
+        attended = inputs.attention(layer, *self._qkv("self"))
+        for held, out in zip(self._attended, attended, strict=True):
             held.copy_(out)
 
     def _put_qkv(self, of: str, qkv: Sequence[torch.Tensor]) -> None:

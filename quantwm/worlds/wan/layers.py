@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quantwm.cache.dispatch import pass_kernels
+from quantwm.worlds.wan.rotary import Turns, rotate
+
 EPS = 1e-6
+
+
+def kernels_for(x: torch.Tensor, width: int, head_dim: int) -> ModuleType | None:
+    """The kernels that do a row's work at once, where there are such for x."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return None
+    found = pass_kernels(x.device)
+    return found if found is not None and found.covers(width, head_dim) else None
 
 
 class RMSNorm(nn.Module):
@@ -27,6 +39,28 @@ class RMSNorm(nn.Module):
         # Without a weight PyTorch's own does just that in one launch instead of six; its FP32
         # differs in the last bit, where the goldens are met exactly.
         return F.rms_norm(x, x.shape[-1:], None, EPS) * self.weight
+
+
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[N, heads * D] -> [heads, N, D]."""
+    return x.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+def merge_heads(x: torch.Tensor) -> torch.Tensor:
+    """[heads, N, D] -> [N, heads * D]."""
+    return x.transpose(0, 1).flatten(1)
+
+
+def normed_heads(
+    norm: RMSNorm, x: torch.Tensor, heads: int, turns: Turns | None = None
+) -> torch.Tensor:
+    """x [N, heads * D] normed over its whole width -> [heads, N, D], rotated where turns say so."""
+    width = x.shape[-1]
+    kernels = kernels_for(x, width, width // heads)
+    if kernels is not None:
+        return kernels.turn(split_heads(x, heads), norm.weight, turns, EPS)
+    split = split_heads(norm(x), heads)
+    return split if turns is None else rotate(split, *turns)
 
 
 def layer_norm(

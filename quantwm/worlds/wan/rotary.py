@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 THETA = 10000.0
+Turns = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines of a rotation, in the dtype of `table_dtype`."""
 
 
 def axis_split(head_dim: int) -> tuple[int, int, int]:
@@ -38,13 +40,18 @@ def frame_angles(
     return table.cos(), table.sin()
 
 
+def table_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What `rotate` computes in for input of this dtype, so that tables need no conversion."""
+    return torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the leading 2 * cos.shape[-1] channels of x [..., N, D] as interleaved pairs.
 
     FP32 input is rotated in float64 as published. BF16 input is rotated in FP32: its result is
     rounded to 8 bits, so float64 would cost a doubled pass for a flip of one in thousands.
     """
-    dtype = torch.float64 if x.dtype in (torch.float32, torch.float64) else torch.float32
+    dtype = table_dtype(x.dtype)
     turned = 2 * cos.shape[-1]
     pairs = x[..., :turned].to(dtype).unflatten(-1, (-1, 2))
     # One complex product is 4 launches less than its parts, and the same bits.

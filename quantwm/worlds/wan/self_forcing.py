@@ -143,7 +143,7 @@ class SelfForcing:
         return ActionPass(
             keyboard=windows(conditions.keyboard),
             mouse=None if mouse is None else windows(mouse),
-            turns=frame_turns(first_frame, frames, config, self.model.device),
+            turns=frame_turns(first_frame, frames, config, self.model.device, self.model.dtype),
             keyboard_history=StreamHistory(self.cache, "keyboard", clean),
             mouse_history=None if mouse is None else StreamHistory(self.cache, "mouse", clean),
         )

@@ -1,0 +1,78 @@
+"""The kernels between a Wan pass's products: interpreted, compiled for sm_90, and chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_kernels_compile import Launched, Recorder, compile_launch, describe  # noqa: E402
+from test_kernels_interpret import ROOT, _versions  # noqa: E402
+
+from benchmarks.passes import SIZES, pairs  # noqa: E402
+from kernels import passes  # noqa: E402
+from quantwm.cache import dispatch  # noqa: E402
+from quantwm.worlds.wan.layers import kernels_for  # noqa: E402
+
+numpy = pytest.importorskip("numpy")
+
+
+@pytest.mark.skipif(
+    _versions(triton.__version__) < (3, 7) and _versions(numpy.__version__) >= (2, 4),
+    reason=f"the interpreter of triton {triton.__version__} cannot loop to a runtime bound with "
+    f"numpy {numpy.__version__} (2.4 or newer)",
+)
+def test_kernels_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
+         "tests/interpret_passes.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout, run.stdout[-2000:]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
+    """What the launchers ask for; nothing is executed."""
+    noted: list[Launched] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name in [n for n in vars(passes) if n.endswith("_kernel")]:
+        monkeypatch.setattr(passes, name, Recorder(getattr(passes, name), noted))
+    yield noted
+
+
+@pytest.mark.parametrize("size", ["matrix_game2", "lingbot_14b"])
+def test_every_launch_compiles_without_spills(launches: list[Launched], size: str) -> None:
+    for kernel, _ in pairs(SIZES[size], "cpu").values():
+        kernel()
+    assert len({launched.kernel.__name__ for launched in launches}) == 5
+    for launched in {describe(launched): launched for launched in launches}.values():
+        compiled, used = compile_launch(launched)
+        assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used} {describe(launched)}"
+        assert compiled.metadata.shared <= 16 * 1024, describe(launched)
+
+
+def test_lengths_are_not_specialised() -> None:
+    """A longer history or chunk never makes a new kernel."""
+    growing = {"n_tokens", "per_frame", "cells", "frames", "seen", "vector_stride", "gate_stride"}
+    kernels = [getattr(passes, name) for name in vars(passes) if name.endswith("_kernel")]
+    assert len(kernels) == 5
+    for kernel in kernels:
+        for parameter in kernel.params:
+            assert parameter.name not in growing or parameter.do_not_specialize, parameter.name
+
+
+def test_a_cpu_and_float32_keep_pytorch_s_operations() -> None:
+    assert kernels_for(torch.zeros(2, 256, dtype=torch.bfloat16), 256, 128) is None
+    assert dispatch.pass_kernels(torch.device("cpu")) is None
+    assert passes.covers(5120, 128)
+    assert not passes.covers(96, 24) and not passes.covers(16384, 128)
