@@ -177,8 +177,8 @@ def agree_encode_qvg(ops: Ops, case: Case, ids: Tensor) -> tuple[Tensor, Tensor]
     """Bit for bit. Returns what `ops` gave."""
     codes, scales = ops.encode_qvg(case.x, ids, case.centroids, case.group_size)
     wanted = reference.encode_qvg(case.x.cpu(), ids.cpu(), case.centroids.cpu(), case.group_size)
-    _same_bytes("qvg codes", codes, wanted[0])
-    _same_bytes("qvg scales", scales.view(torch.uint8), wanted[1].view(torch.uint8))
+    same_bytes("qvg codes", codes, wanted[0])
+    same_bytes("qvg scales", scales.view(torch.uint8), wanted[1].view(torch.uint8))
     return codes, scales
 
 
@@ -196,8 +196,8 @@ def agree_encode_quantwm(
     for name, mine, other, expected in zip(
         ("codes", "scales", "secondary", "zeros"), full, plain, wanted, strict=False
     ):
-        _same_bytes(f"quantwm {name}", mine, expected)
-        _same_bytes(f"quantwm {name} without PSAC", other, expected)
+        same_bytes(f"quantwm {name}", mine, expected)
+        same_bytes(f"quantwm {name} without PSAC", other, expected)
     require(plain[4] is None and plain[5] is None, "PSAC rows without a basis")
     _psac_rows(case, ids, full)
     return full
@@ -276,9 +276,9 @@ def agree_decode(
                 decode(out, offset, start, stop)
                 outs.append(out.cpu())
             label = f"decode {'qvg' if corrected is None else 'quantwm'}, PSAC {corrected}"
-            mine, wanted = _in_range(f"{label}, {dtype}", *outs, offset, stop - start)
+            mine, wanted = in_range(f"{label}, {dtype}", *outs, offset, stop - start)
             exact = not corrected and (dtype == torch.float32 or not truncates)
-            _same_values(f"{label}, {dtype}", mine, wanted, exact, dtype == torch.bfloat16)
+            same_values(f"{label}, {dtype}", mine, wanted, exact, dtype == torch.bfloat16)
 
 
 def agree_copy(ops: Ops, case: Case, truncates: bool) -> None:
@@ -307,7 +307,7 @@ def _two_chunks(quantwm: tuple[Tensor, ...], tokens: int) -> tuple[Tensor, Tenso
     return secondary, stops
 
 
-def _in_range(
+def in_range(
     label: str, mine: Tensor, wanted: Tensor, offset: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """The written range of both, in float32; all of it written and nothing beside it."""
@@ -318,7 +318,7 @@ def _in_range(
     return mine, wanted
 
 
-def _same_values(label: str, mine: Tensor, wanted: Tensor, exact: bool, bf16: bool) -> None:
+def same_values(label: str, mine: Tensor, wanted: Tensor, exact: bool, bf16: bool) -> None:
     if exact:
         differing = int((mine != wanted).sum())
         require(differing == 0, f"{label}: {differing} of {wanted.numel()} values differ")
@@ -331,7 +331,7 @@ def _same_values(label: str, mine: Tensor, wanted: Tensor, exact: bool, bf16: bo
     require((difference <= allowed).all(), f"{label}: off by {float(difference.max())}")
 
 
-def _same_bytes(name: str, mine: Tensor, wanted: Tensor) -> None:
+def same_bytes(name: str, mine: Tensor, wanted: Tensor) -> None:
     require(mine.shape == wanted.shape, f"{name}: shape {tuple(mine.shape)}")
     differing = int((mine.cpu() != wanted).sum())
     require(differing == 0, f"{name}: {differing} of {wanted.numel()} differ")

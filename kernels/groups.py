@@ -37,10 +37,11 @@ BITS = (2, 4)
 def _zero_and_scale(low, high, LEVELS: tl.constexpr):
     """The least value and the step of groups, as FP16 holds them, in float32.
 
-    A least value of 0 is +0: which of two zeros a minimum returns is anyone's choice.
+    A 0 at either end is +0: which of two zeros a minimum returns is anyone's choice.
     """
     low = tl.minimum(tl.maximum(low, -_FLOAT16_MAX), _FLOAT16_MAX)
     high = tl.minimum(tl.maximum(high, -_FLOAT16_MAX), _FLOAT16_MAX)
+    high = tl.where(high == 0, 0.0, high)
     zero = tl.where(low == 0, 0.0, low).to(tl.float16).to(tl.float32)
     scale = tl.maximum(tl.div_rn(high - zero, LEVELS - 1.0), 0.0)
     return zero, tl.minimum(scale, _FLOAT16_MAX).to(tl.float16).to(tl.float32)
@@ -74,11 +75,10 @@ def encode_token_groups_kernel(
     tl.store(zeros_ptr + place, zero.to(tl.float16), mask=valid[:, None])
 
 
-@triton.jit(do_not_specialize=["n_tokens"])
+@triton.jit(do_not_specialize=["n_tokens", "n_groups"])
 def encode_channel_groups_kernel(
     x_ptr, x_stride_h, x_stride_n, codes_ptr, scales_ptr, zeros_ptr, stops_ptr,
-    n_tokens,  # runtime: only in masks and addresses
-    n_groups,  # runtime: only in addresses
+    n_tokens, n_groups,  # runtime: only in masks and addresses
     D: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Groups of GROUP tokens of one channel, the last one shorter; where each ends.

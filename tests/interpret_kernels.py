@@ -15,11 +15,11 @@ import torch
 from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_update, make_case
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
-from kernels import decode, encode, kmeans, tuning
+from kernels import decode, encode, groups, kmeans, stages, tuning
 from quantwm.cache import reference
 from quantwm.cache.dispatch import TritonOps
 
-OPS = TritonOps(kmeans, encode, decode)
+OPS = TritonOps(kmeans, encode, decode, groups, stages)
 
 # heads, tokens, head dim, centroids, group size, rank; every head dim, group size, odd lengths
 CASES = (
@@ -128,7 +128,7 @@ def test_launchers_refuse_what_they_do_not_cover() -> None:
 
 
 def test_what_is_not_covered_runs_on_the_reference_and_is_named() -> None:
-    ops = TritonOps(kmeans, encode, decode)
+    ops = TritonOps(kmeans, encode, decode, groups, stages)
     case = make_case(1, 20, 48, 4, 24, 4, "cpu")
     agree(ops, case, truncates=True)
     agree(ops, case, truncates=True)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantwm.cache import explain, make_format, reference
-from quantwm.cache.formats import Codebook, QueryGuide, qvg_pro, torch_decode
+from quantwm.cache import explain, make_format, reference, reference_groups
+from quantwm.cache.formats import Codebook, QueryGuide
 from quantwm.cache.formats.base import Format
-from quantwm.cache.formats.qvg_pro import QvgProSpan, _residual
+from quantwm.cache.formats.qvg_pro import QvgProSpan
 from quantwm.cache.pack import pack, unpack
 from quantwm.cache.plan import Workload, plan
 from quantwm.errors import UserError
@@ -108,8 +108,7 @@ def test_heads_encoded_in_turns_are_the_same(
 ) -> None:
     fmt = make_format(name, group_size=8)
     whole = _round_trip(fmt, _data(13), role)
-    for module in (torch_decode, qvg_pro):
-        monkeypatch.setattr(module, "ENCODE_ELEMENTS", 13 * DIM)
+    monkeypatch.setattr(reference_groups, "ENCODE_ELEMENTS", 13 * DIM)
     turns = _round_trip(fmt, _data(13), role)
     assert torch.equal(whole[1], turns[1])
     for a, b in zip(_all(fmt, whole[0]), _all(fmt, turns[0]), strict=True):
@@ -213,7 +212,7 @@ def test_qvg_pro_stores_what_the_public_code_stores(pro: dict[str, Tensor]) -> N
     """Given its centroids and ids (its k-means moves centroids after it has assigned them)."""
     x = pro["x"]
     for stage in range(3):
-        x = _residual(x, pro[f"ids.{stage}"], pro[f"centroids.{stage}"])
+        x = reference.residual(x, pro[f"ids.{stage}"], pro[f"centroids.{stage}"])
     packed, scales = reference.encode_qvg(x, pro["ids.3"], pro["centroids.3"], 16)
     assert torch.equal(scales.float(), pro["scales"].float())
     codes = torch.stack([(pro["packed"] >> shift) & 3 for shift in (6, 4, 2, 0)], -1).flatten(-2)

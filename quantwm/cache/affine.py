@@ -81,7 +81,8 @@ def quantize_real_zero(x: Tensor, dim: int, levels: int) -> tuple[Tensor, Tensor
     never clamped to the codes, so that groups of one sign lose nothing; what is outside FP16
     saturates. Returns codes uint8 like x, scales and zeros float16 without `dim`.
     """
-    low, high = torch.aminmax(x.clamp(-FLOAT16_MAX, FLOAT16_MAX), dim=dim)
+    # Plus 0: of two zeros the positive one, whichever a minimum returns.
+    low, high = (end + 0.0 for end in torch.aminmax(x.clamp(-FLOAT16_MAX, FLOAT16_MAX), dim=dim))
     zeros = low.to(torch.float16)
     scales = ((high - zeros.float()) / (levels - 1)).clamp(0, FLOAT16_MAX).to(torch.float16)
     zero, scale = (t.float().unsqueeze(dim) for t in (zeros, scales))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels.format import HEAD_DIMS, MAX_CANDIDATES, unsupported
 from quantwm.cache import reference
+from quantwm.cache.group_ops import Decode, GroupOps, TritonGroupOps
 from quantwm.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -29,22 +30,9 @@ CHOICES = ("auto", "reference", "triton")
 AttentionMode = Literal["staged", "fused"]
 
 
-class Decode(Protocol):
-    """Decodes ranges of one packed span; made once a span, called in every denoising pass."""
-
-    def __call__(
-        self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
-    ) -> None:
-        """Write tokens [start, stop) of the span to out[:, offset : offset + stop - start].
-
-        out: [heads wanted, capacity, D] float32 or bfloat16, D contiguous, the other strides
-        free; it takes the span's heads from first_head on.
-        """
-        ...
-
-
-class Ops(Protocol):
-    """The primitive operations. `quantwm/cache/reference.py` defines what they mean.
+class Ops(GroupOps, Protocol):
+    """The primitive operations. `quantwm/cache/reference.py` defines what they mean; those of rtn,
+    kivi and qvg-pro are in group_ops.py.
 
     H heads, N tokens, D channels, K <= 256 centroids, G = group_size, r = rank, C chunks.
     x: [H, N, D] float32 or bfloat16, D contiguous. centroids: [H, K, D] bfloat16 when a chunk is
@@ -247,15 +235,15 @@ def qtc_kernels(device: torch.device, head_dim: int) -> QtcKernels | None:
 
 def _load_triton() -> Ops:
     """The launchers behind the signatures of `Ops`. ImportError when they cannot run here."""
-    from kernels import decode, encode, kmeans
+    from kernels import decode, encode, groups, kmeans, stages
 
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         raise ImportError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
-    return TritonOps(kmeans, encode, decode)
+    return TritonOps(kmeans, encode, decode, groups, stages)
 
 
-class TritonOps:
+class TritonOps(TritonGroupOps):
     """`Ops` on a GPU: the kernels where they cover the geometry, the reference where not.
 
     Every reason for falling back is logged once and kept in `fallbacks`, which `explain` prints.
@@ -263,8 +251,16 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, kmeans: ModuleType, encode: ModuleType, decode: ModuleType) -> None:
+    def __init__(
+        self,
+        kmeans: ModuleType,
+        encode: ModuleType,
+        decode: ModuleType,
+        groups: ModuleType,
+        stages: ModuleType,
+    ) -> None:
         self._kmeans, self._encode, self._decode = kmeans, encode, decode
+        self._groups, self._stages = groups, stages
         self.fallbacks: list[str] = []
 
     def _covered(self, reason: str | None) -> bool:

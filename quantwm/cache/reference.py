@@ -22,6 +22,15 @@ from quantwm.cache.affine import (
 )
 from quantwm.cache.kmeans import _gather, assign, assign_qsac, update
 from quantwm.cache.pack import CODES_PER_BYTE, LEVELS, pack, unpack, unpack_range
+from quantwm.cache.reference_groups import (
+    DECODE_BLOCK,
+    encode_channel_groups,
+    encode_token_groups,
+    prepare_channel_groups,
+    prepare_stages,
+    prepare_token_groups,
+    residual,
+)
 
 __all__ = [
     "assign",
@@ -29,18 +38,19 @@ __all__ = [
     "copy_pair",
     "decode_quantwm_into",
     "decode_qvg_into",
+    "encode_channel_groups",
     "encode_quantwm",
     "encode_qvg",
+    "encode_token_groups",
+    "prepare_channel_groups",
     "prepare_copy",
     "prepare_quantwm",
     "prepare_qvg",
+    "prepare_stages",
+    "prepare_token_groups",
+    "residual",
     "update",
 ]
-
-DECODE_BLOCK = 1024
-"""Tokens decoded together; each of 2 cores then works on 256 KB temporaries, which fit its L2.
-Measured on 2 cores of an EPYC (Zen 4), 3 x 2,048 x 128 with PSAC: 256 tokens 2.3 ms, 512 1.7 ms,
-1,024 1.3 ms, 2,048 1.4 ms."""
 
 COEFFICIENT_MAX = 127
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TypeGuard
 
 import torch
 from torch import Generator, Tensor
 
-from quantwm.cache.affine import quantize_real_zero
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
 from quantwm.cache.formats.rtn import (
@@ -26,13 +27,10 @@ from quantwm.cache.formats.rtn import (
     check_bits,
     check_token_groups,
     cut_tokens,
-    decode_tokens,
     encode_tokens,
     join_tokens,
     token_bytes,
 )
-from quantwm.cache.formats.torch_decode import blocks, codes_of, in_head_groups, moved, say_path
-from quantwm.cache.pack import pack
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
 
@@ -74,6 +72,14 @@ class ChannelGroups:
     def tokens(self) -> int:
         return self.codes.shape[1]
 
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        bits = self.codes.shape[2] * 8 // self.scales.shape[2]
+        packed = (self.codes, self.scales, self.zeros, self.group_stops)
+        prepare = ops_for(self.codes.device).prepare_channel_groups
+        return prepare(*packed, self.group_tokens, bits)
+
 
 KiviSpan = ChannelGroups | TokenGroups
 
@@ -100,28 +106,12 @@ class KiviFormat:
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> KiviSpan:
-        say_path(self.name, x)
+        size, bits, tokens = self.config.group_size, self.config.bits, x.shape[1]
         if role == "values":
-            return encode_tokens(x, self.config.bits, self.config.group_size)
-        size, tokens = self.config.group_size, x.shape[1]
-        stops = torch.arange(1, -(-tokens // size) + 1, dtype=torch.int32, device=x.device) * size
+            return encode_tokens(x, bits, size)
         rest = (tokens % size,) if tokens % size else ()
-        return ChannelGroups(
-            *in_head_groups(self._encode_keys, x),
-            stops.clamp_(max=tokens),
-            (size,) * (tokens // size) + rest,
-        )
-
-    def _encode_keys(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scales and zeros of some heads. x: [H, N, D]."""
-        size, tokens, bits = self.config.group_size, x.shape[1], self.config.bits
-        whole = tokens // size * size
-        groups = [x[:, :whole].unflatten(1, (-1, size))] if whole else []
-        groups += [x[:, whole:].unsqueeze(1)] if whole < tokens else []
-        found = [quantize_real_zero(part.float(), 2, 2**bits) for part in groups]
-        codes = torch.cat([codes.flatten(1, 2) for codes, _, _ in found], dim=1)
-        scales, zeros = (torch.cat([part[i] for part in found], dim=1) for i in (1, 2))
-        return pack(codes, bits), scales, zeros
+        packed = ops_for(x.device).encode_channel_groups(x, size, bits)
+        return ChannelGroups(*packed, (size,) * (tokens // size) + rest)
 
     def join(self, first: KiviSpan, second: KiviSpan) -> KiviSpan:
         return self.join_all([first], [second])[0]
@@ -131,7 +121,7 @@ class KiviFormat:
             return list(join_tokens(firsts, seconds))  # type: ignore[arg-type]
         before = firsts[0].tokens
         later = (torch.stack([s.group_stops for s in seconds]) + before).split(1)
-        stops = join_rows([f.group_stops.unsqueeze(0) for f in firsts], later)
+        stops = join_rows([f.group_stops.unsqueeze(0) for f in firsts], later, anywhere=True)
         parts = (
             join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
             join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
@@ -185,20 +175,10 @@ class KiviFormat:
     def decode_heads_into(
         self, span: KiviSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        bits = self.config.bits
         if isinstance(span, TokenGroups):
-            decode_tokens(span, bits, out, offset, start, stop, first_head)
-            return
-        places = torch.arange(start, stop, dtype=torch.int32, device=span.codes.device)
-        group = torch.searchsorted(span.group_stops, places, right=True)
-        for part, tokens in blocks(out, start, stop):
-            heads = moved(part, first_head)
-            index = group[tokens.start - start : tokens.stop - start]
-            values = codes_of(span.codes[heads, tokens], bits)
-            values *= span.scales[heads].index_select(1, index)
-            values += span.zeros[heads].index_select(1, index)
-            place = slice(offset + tokens.start - start, offset + tokens.stop - start)
-            out[part, place] = values
+            span.decode_into(self.config.bits, out, offset, start, stop, first_head)
+        else:
+            span.decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: KiviSpan) -> int:
         return span.tokens

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
 
 from quantwm.cache import kmeans
-from quantwm.cache.dispatch import ops_for
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
     QueryGuide,
@@ -25,14 +26,6 @@ from quantwm.cache.formats.base import (
 )
 from quantwm.cache.formats.qvg import require_codebook
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
-from quantwm.cache.formats.torch_decode import (
-    ENCODE_ELEMENTS,
-    blocks,
-    codes_of,
-    moved,
-    rows_of,
-    say_path,
-)
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
 
@@ -76,6 +69,14 @@ class QvgProSpan:
     scales: Tensor
     codebook: Codebook
 
+    @cached_property
+    def decode(self) -> Decode:
+        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+        centroids = self.codebook.centroids
+        group_size = centroids.shape[2] // self.scales.shape[2]
+        span = (self.codes, self.ids, centroids, self.scales)
+        return ops_for(self.codes.device).prepare_stages(*span, group_size)
+
 
 class QvgProFormat:
     """x = the sum of one centroid a stage + (code - 1) * scale."""
@@ -109,7 +110,7 @@ class QvgProFormat:
             )
             fitted.append(found.to(torch.bfloat16))
             if len(fitted) < config.stages:
-                x = _residual(x, ops.assign(x, fitted[-1]), fitted[-1])
+                x = ops.residual(x, ops.assign(x, fitted[-1]), fitted[-1])
         return Codebook(torch.cat(fitted, dim=1))
 
     def _stages(self, codebook: Codebook) -> list[Tensor]:
@@ -118,13 +119,12 @@ class QvgProFormat:
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> QvgProSpan:
-        say_path(self.name, x)
         codebook = require_codebook(codebook)
         ops, ids = ops_for(x.device), []
         *stages, last = self._stages(codebook)
         for centroids in stages:
             ids.append(ops.assign(x, centroids))
-            x = _residual(x, ids[-1], centroids)
+            x = ops.residual(x, ids[-1], centroids)
         ids.append(ops.assign(x, last))
         codes, scales = ops.encode_qvg(x, ids[-1], last, self.config.group_size)
         return QvgProSpan(codes, torch.stack(ids, dim=-1), scales, codebook)
@@ -168,18 +168,7 @@ class QvgProFormat:
     def decode_heads_into(
         self, span: QvgProSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        groups, stages = span.scales.shape[2], span.ids.shape[2]
-        means = span.codebook.centroids.float()
-        first = torch.arange(stages, device=means.device) * (means.shape[1] // stages)
-        for part, tokens in blocks(out, start, stop):
-            heads = moved(part, first_head)
-            levels = codes_of(span.codes[heads, tokens], 2).sub_(1.0).unflatten(-1, (groups, -1))
-            values = levels.mul_(span.scales[heads, tokens].float().unsqueeze(-1)).flatten(-2)
-            rows = span.ids[heads, tokens].long() + first
-            for stage in range(stages):
-                values += rows_of(means[heads], rows[..., stage])
-            place = slice(offset + tokens.start - start, offset + tokens.stop - start)
-            out[part, place] = values
+        span.decode(out, offset, start, stop, first_head)
 
     def tokens(self, span: QvgProSpan) -> int:
         return span.ids.shape[1]
@@ -205,13 +194,3 @@ class QvgProFormat:
             "ids": tokens * heads * config.stages,
             "codebooks": heads * config.stages * config.centroids * head_dim * 2,
         }
-
-
-def _residual(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
-    """What a stage leaves to the next one, in BF16 as QVG's public code keeps it."""
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    together = max(ENCODE_ELEMENTS // x[0].numel(), 1)
-    pieces = (t.split(together) for t in (out, x, ids, centroids))
-    for left, some, own, means in zip(*pieces, strict=True):
-        left.copy_(some.float() - rows_of(means.float(), own))
-    return out

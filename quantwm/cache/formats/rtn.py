@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Generator, Tensor
 
-from quantwm.cache.affine import quantize_real_zero
+from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
 from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
-from quantwm.cache.formats.torch_decode import blocks, codes_of, in_head_groups, moved, say_path
-from quantwm.cache.pack import pack
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
 
@@ -55,6 +54,20 @@ class TokenGroups:
     scales: Tensor
     zeros: Tensor
 
+    @cached_property
+    def decoders(self) -> dict[int, Decode]:
+        """By the bits of a code; made at the first reading, they hold nothing but these tensors."""
+        return {}
+
+    def decode_into(
+        self, bits: int, out: Tensor, offset: int, start: int, stop: int, first_head: int
+    ) -> None:
+        """Tokens [start, stop) of the heads from first_head on to out[:, offset : ...]."""
+        if bits not in self.decoders:
+            prepare = ops_for(self.codes.device).prepare_token_groups
+            self.decoders[bits] = prepare(self.codes, self.scales, self.zeros, bits)
+        self.decoders[bits](out, offset, start, stop, first_head)
+
     @property
     def tokens(self) -> int:
         return self.codes.shape[1]
@@ -66,27 +79,7 @@ class TokenGroups:
 
 def encode_tokens(x: Tensor, bits: int, group_size: int) -> TokenGroups:
     """x: [H, N, D]."""
-
-    def some_heads(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        groups = part.float().unflatten(-1, (-1, group_size))
-        codes, scales, zeros = quantize_real_zero(groups, -1, 2**bits)
-        return pack(codes.flatten(-2), bits), scales, zeros
-
-    return TokenGroups(*in_head_groups(some_heads, x))
-
-
-def decode_tokens(
-    span: TokenGroups, bits: int, out: Tensor, offset: int, start: int, stop: int, first_head: int
-) -> None:
-    """Tokens [start, stop) of the heads from first_head on to out[:, offset : ...]."""
-    groups = span.scales.shape[2]
-    for part, tokens in blocks(out, start, stop):
-        heads = moved(part, first_head)
-        values = codes_of(span.codes[heads, tokens], bits).unflatten(-1, (groups, -1))
-        values *= span.scales[heads, tokens].float().unsqueeze(-1)
-        values += span.zeros[heads, tokens].float().unsqueeze(-1)
-        place = slice(offset + tokens.start - start, offset + tokens.stop - start)
-        out[part, place] = values.flatten(-2)
+    return TokenGroups(*ops_for(x.device).encode_token_groups(x, group_size, bits))
 
 
 def join_tokens(firsts: Sequence[TokenGroups], seconds: Sequence[TokenGroups]) -> list[TokenGroups]:
@@ -138,7 +131,6 @@ class RtnFormat:
     def encode(
         self, x: Tensor, codebook: Codebook | None, role: Role, guide: QueryGuide
     ) -> TokenGroups:
-        say_path(self.name, x)
         return encode_tokens(x, self.config.bits, self.config.group_size)
 
     def join(self, first: TokenGroups, second: TokenGroups) -> TokenGroups:
@@ -169,7 +161,7 @@ class RtnFormat:
     def decode_heads_into(
         self, span: TokenGroups, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
-        decode_tokens(span, self.config.bits, out, offset, start, stop, first_head)
+        span.decode_into(self.config.bits, out, offset, start, stop, first_head)
 
     def tokens(self, span: TokenGroups) -> int:
         return span.tokens

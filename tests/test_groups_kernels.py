@@ -1,0 +1,133 @@
+"""Kernels of rtn, kivi and qvg-pro: in the interpreter, compiled for sm_90, behind the formats."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from test_kernels_compile import (  # noqa: E402
+    REGISTER_LIMIT,
+    SHARED_LIMIT,
+    Launched,
+    Recorder,
+    compile_launch,
+    describe,
+)
+
+from kernels import decode, encode, groups, kmeans, stages  # noqa: E402
+from quantwm.cache import dispatch, make_format  # noqa: E402
+from quantwm.cache.formats import QueryGuide, kivi, qvg_pro, rtn  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+OPS = dispatch.TritonOps(kmeans, encode, decode, groups, stages)
+
+
+def test_kernels_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [*command, "tests/interpret_groups.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout, run.stdout[-2000:]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
+    """Launchers run on CPU tensors as if on a GPU; nothing is executed, launches are noted."""
+    noted: list[Launched] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for module in (groups, stages):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
+    yield noted
+
+
+def run_launchers(dim: int, group_size: int, bits: int, count: int) -> None:
+    x = torch.zeros(2, 100, dim, dtype=torch.bfloat16)
+    out = torch.zeros(2, 200, dim).bfloat16()
+    for target in (out, out.float()):
+        packed = groups.encode_token_groups(x, group_size, bits)
+        groups.prepare_token_groups(*packed, bits)(target, 0, 0, 100)
+        packed = groups.encode_channel_groups(x, group_size, bits)
+        lengths = packed[3].clone().fill_(group_size)
+        lengths[-1] = 100 - group_size * (len(lengths) - 1)
+        decoder = groups.prepare_channel_groups(*packed, lengths.tolist(), bits)
+        decoder(target, 0, 0, 100)
+        ids, books = torch.zeros(2, 100, count).byte(), torch.zeros(2, count * 256, dim).bfloat16()
+        stages.residual(x, ids[..., 0].contiguous(), books[:, :256].contiguous())
+        scales = torch.zeros(2, 100, dim // group_size).to(torch.float8_e4m3fn)
+        codes = torch.zeros(2, 100, dim // 4, dtype=torch.uint8)
+        stages.prepare_stages(codes, ids, books, scales, group_size)(target, 0, 0, 100)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "bits", "count"),
+    [(128, 32, 2, 4), (64, 64, 4, 2), (256, 16, 4, 4), (256, 128, 2, 1), (128, 128, 4, 16)],
+)
+def test_every_launch_row_compiles(
+    launches: list[Launched], dim: int, group_size: int, bits: int, count: int
+) -> None:
+    run_launchers(dim, group_size, bits, count)
+    assert {launched.kernel.__name__ for launched in launches} == {
+        "encode_token_groups_kernel", "encode_channel_groups_kernel", "residual_kernel",
+        "decode_token_groups_kernel", "decode_channel_groups_kernel", "decode_stages_kernel",
+    }  # fmt: skip
+    for launched in {describe(launched): launched for launched in launches}.values():
+        compiled, used = compile_launch(launched)
+        label = describe(launched)
+        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
+        assert used["REG"] <= REGISTER_LIMIT, label
+        assert compiled.metadata.shared <= SHARED_LIMIT, label
+
+
+def test_lengths_are_not_specialised() -> None:
+    """What grows with the history never makes a new kernel."""
+    growing = {"n_tokens", "n_groups", "offset", "start", "stop", "first_head", "first_group"}
+    kernels = [
+        getattr(module, name)
+        for module in (groups, stages)
+        for name in vars(module)
+        if name.endswith("_kernel")
+    ]
+    assert len(kernels) == 6
+    for kernel in kernels:
+        for parameter in kernel.params:
+            if parameter.name in growing:
+                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
+
+
+@pytest.mark.parametrize("name", ["rtn", "kivi", "qvg-pro"])
+@pytest.mark.parametrize("role", ["keys", "values"])
+def test_formats_launch_kernels(
+    name: str, role: Any, launches: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a format launches on a GPU for a chunk: no operation of PyTorch's in between."""
+    for module in (rtn, kivi, qvg_pro):
+        monkeypatch.setattr(module, "ops_for", lambda device: OPS)
+    for module in (kmeans, encode):
+        for kernel in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), launches))
+    fmt = make_format(name)
+    x = torch.zeros(2, 100, 128, dtype=torch.bfloat16)
+    book = fmt.fit(x, torch.Generator().manual_seed(0), None)
+    launches.clear()
+    span = fmt.encode(x, book, role, QueryGuide())
+    fmt.decode_into(span, torch.zeros(2, 100, 128), 0, 0, 100)
+    kind = "channel" if name == "kivi" and role == "keys" else "token"
+    assigned = ["prepare_kernel", "assign_kernel"]
+    wanted = [f"encode_{kind}_groups_kernel", f"decode_{kind}_groups_kernel"]
+    if name == "qvg-pro":
+        wanted = [*assigned, "residual_kernel"] * 3 + assigned
+        wanted += ["encode_ternary_kernel", "decode_stages_kernel"]
+    assert [launched.kernel.__name__ for launched in launches] == wanted
