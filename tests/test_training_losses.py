@@ -9,23 +9,26 @@ import torch
 from quantwm.worlds.embedded.config import PRESETS
 from quantwm.worlds.embedded.pose import YAW_FEATURES
 from quantwm.worlds.embedded.transformer import Transformer
-from training.critic import Critic, add_critic_gradient, chunks_of, critic_loss
+from training.critic import Critic, add_critic_gradient, chunks_of, context_of, critic_loss
 from training.data import LatentPool
 from training.losses import (
     Clips,
+    RolloutConfig,
     Stage,
     TransformerTraining,
     edge_error,
     forward_loss,
     training_pose,
+    trusted_chunks,
     weighted_error,
 )
 from training.own_history import mixed_history, own_rollout
 from training.progress import Budget, Log
-from training.revisits import find_revisits, starts_with_revisit
+from training.revisits import find_revisits, fitting_revisits, starts_with_revisit
 from training.rollout import roll_out
+from training.state import TrainState
 from training.teacher_forcing import dense_mask, sdpa_attend, two_stream_tables
-from training.train_transformer import TrainState, train_stage
+from training.train_transformer import train_stage
 
 CONFIG = PRESETS["tiny"].transformer
 FRAMES, CHUNK = 16, 4
@@ -111,21 +114,50 @@ def test_mixed_history_keeps_the_context_and_whole_chunks():
     assert (mixed_history(clean, own, CHUNK, 0.0, 1, rng(9)) == 0).all()
 
 
-def test_critic_gradient_has_the_length_that_was_asked_for(clips):
+def context(clips, trusted=True):
+    told = torch.full((2, FRAMES // CHUNK), trusted)
+    return context_of(clips.latents, clips.keys, told, CHUNK)
+
+
+def test_critic_pushes_where_much_is_open_and_as_long_as_was_asked_for(clips):
     torch.manual_seed(0)
     critic = Critic(CONFIG, width=8)
-    weight = torch.zeros(2, FRAMES, *CONFIG.latent_shape, requires_grad=True)
+    error = 0.01 * torch.ones_like(clips.latents)
+    error[1] *= 100  # the history says little about the second clip
+    weight = (clips.latents + error).requires_grad_()
     counts = torch.ones(2 * (FRAMES // CHUNK - 1))
+    counts[-1] = 0
     sigma = torch.full((2, FRAMES), 0.75)
     grads = {}
     for share in (0.0, 0.5):
         out = weight * 1.0
         loss, _ = weighted_error(out, clips.latents, sigma, CHUNK, 0.15)
-        add_critic_gradient(critic, out, loss, clips.latents, counts, share, CHUNK)
+        add_critic_gradient(
+            critic, out, loss, clips.latents, context(clips), counts, 0.75**-2 * counts, share
+        )
         grads[share], weight.grad = weight.grad.clone(), None
-    pushed = grads[0.5] - grads[0.0]
-    assert (pushed[:, :CHUNK] == 0).all()
-    assert float(pushed.norm() / grads[0.0].norm()) == pytest.approx(0.5, rel=1e-3)
+    pushed = (grads[0.5] - grads[0.0]).unflatten(1, (-1, CHUNK)).flatten(2).norm(dim=2)
+    asked = grads[0.0].unflatten(1, (-1, CHUNK)).flatten(2).norm(dim=2)
+    assert (pushed[:, 0] == 0).all() and pushed[1, -1] == 0
+    # the open chunks' squared error is 5 / 2 of the mean of those that count: 1 / (1 + 2 / 5)
+    torch.testing.assert_close(
+        pushed[1, 1:-1] / asked[1, 1:-1], torch.full((2,), 0.5 / 1.4), rtol=2e-3, atol=0
+    )
+    assert (pushed[0, 1:] / asked[0, 1:] < 1e-3).all()
+
+
+def test_critic_is_not_told_the_frame_before_where_the_history_is_not_true(clips):
+    history = clips.latents.clone()
+    history[0, 4:8] += 1
+    hidden = torch.tensor([[False] * 4, [False, False, True, False]])
+    trusted = trusted_chunks(history, clips.latents, hidden, CHUNK)
+    expected = [[False, True, False, True], [False, True, True, False]]
+    assert trusted.tolist() == expected
+    told = context_of(clips.latents, clips.keys, trusted, CHUNK).unflatten(0, (2, -1))
+    before = told[:, :, : CONFIG.latent_channels].abs().sum(dim=(2, 3, 4)) > 0
+    assert before.tolist() == [row[1:] for row in expected]
+    held = told[0, 0, CONFIG.latent_channels :, 0, 0].view(CHUNK, 6)
+    assert torch.equal(held, clips.keys[0, CHUNK : 2 * CHUNK])
 
 
 def test_a_full_turn_is_a_revisit_and_a_glance_is_none():
@@ -138,9 +170,14 @@ def test_a_full_turn_is_a_revisit_and_a_glance_is_none():
     found = find_revisits(poses)
     assert set(found[:, 0].tolist()) == {0}
     assert 64 <= int(found[:, 1].min()) <= 68 and int(found[0, 2]) <= 22
-    episodes, starts = starts_with_revisit(found, 32, 64, 80, rng(1))
+    fits = fitting_revisits(found, 64, 80)
+    episodes, starts, marks = starts_with_revisit(fits, 32, 64, 80, rng(1))
     assert (episodes == 0).all() and (starts >= 5).all() and (starts <= 16).all()
-    assert starts_with_revisit(found, 4, 16, 80, rng(1)) is None
+    assert (marks[:, 0] < 64).all() and (marks[:, 0] - marks[:, 1] > 16).all()
+    assert len(fitting_revisits(found, 16, 80)) == 0
+    early = fitting_revisits(found, 68, 80, shown_within=16)
+    _, starts, marks = starts_with_revisit(early, 32, 68, 80, rng(2), shown_within=16)
+    assert (starts >= 0).all() and (starts <= 12).all() and (marks[:, 1] < 16).all()
 
 
 def test_edge_error_sees_blur_in_judged_chunks_only(clips):
@@ -160,11 +197,10 @@ def test_critic_learns_to_tell_blurred_chunks(clips):
     torch.manual_seed(0)
     critic = Critic(CONFIG, width=16)
     adam = torch.optim.Adam(critic.parameters(), lr=3e-3)
-    fake, before = chunks_of(0.3 * clips.latents, clips.latents, CHUNK)
-    real, _ = chunks_of(clips.latents, clips.latents, CHUNK)
+    real, fake = chunks_of(clips.latents, CHUNK), chunks_of(0.3 * clips.latents, CHUNK)
     losses = []
     for _ in range(40):
-        loss = critic_loss(critic, real, fake, before, torch.ones(len(fake)))
+        loss = critic_loss(critic, real, fake, context(clips), torch.ones(len(fake)))
         losses.append(float(loss.detach()))
         adam.zero_grad()
         loss.backward()
@@ -180,11 +216,17 @@ def test_every_kind_of_stage_steps_and_stays_finite(clips, tmp_path):
         max_steps=3,
         log_every=1,
         second_round=0.5,
+        rollouts=RolloutConfig(clips=2, uses=1, busy=1.0, longest_context=2),
     )
     state = TrainState.fresh(CONFIG, training, 0, torch.device("cpu"))
     keys = clips.keys.to(torch.uint8)
     pool = LatentPool(clips.latents, keys, torch.zeros(2, FRAMES, 3))
-    for stage in (Stage(8, 1, 1.0), Stage(16, 1, 1.0, own=1.0), Stage(16, 1, 1.0, 1.0, 0.5, 0.2)):
+    stages = (
+        Stage(8, 1, 1.0),
+        Stage(16, 1, 1.0, own=1.0),
+        Stage(16, 2, 1.0, rolled=0.5, adversarial=0.5, edges=0.2),
+    )
+    for stage in stages:
         state.runs.append({"minutes": 1, "first_step": state.step, "seed": 0})
         train_stage(
             state, stage, pool, training, Budget(1), 60, "sdpa", 0, Log(), lambda state: None

@@ -138,12 +138,13 @@ def test_a_minuscule_run_leaves_weights_that_load(engine, tmp_path):
         enough_episodes=2,
         unseen_episodes=1,
         unseen_length=8,
+        return_episodes=1,
         save_every_minutes=10,
         finish_minutes=0.05,
         autoencoder=replace(PLANS["quick"].autoencoder, batch=4, max_steps=2),
         transformer=replace(
             PLANS["quick"].transformer,
-            stages=(Stage(8, 1, 0.6), Stage(16, 1, 0.4, own=1.0, adversarial=0.3)),
+            stages=(Stage(8, 1, 0.6), Stage(16, 2, 0.4, rolled=0.5, adversarial=0.3)),
             max_steps=2,
             log_every=1,
         ),
@@ -196,8 +197,12 @@ def test_switches_take_one_ingredient_away(tmp_path):
 
     assert any(stage.adversarial > 0 for stage in plan().transformer.stages)
     assert all(stage.adversarial == 0 for stage in plan("--adversarial", "0").transformer.stages)
-    alone = plan("--own", "0").transformer.stages
-    assert all(stage.own == stage.adversarial == 0 for stage in alone)
+    alone = plan("--own", "0", "--rolled", "0").transformer.stages
+    assert all(stage.own == stage.rolled == stage.adversarial == 0 for stage in alone)
+    before = plan("--own", "0.7", "--rolled", "0").transformer.stages[-1]
+    assert before.own == 0.7 and before.rolled == 0 and before.adversarial > 0
+    assert plan("--gaps", "0", "--invented", "1").transformer.gaps == 0
+    assert plan("--pieces", "0").pieces == 0 and plan("--adversarial", "2").pieces > 0
     blind = plan("--no-pose")
     assert not blind.world.transformer.pose and not blind.transformer.pose
     assert plan("--frames", "64").world.train_frames == 64 and plan().world.train_frames == 256
@@ -210,7 +215,7 @@ def test_bad_arguments_get_one_line(tmp_path):
         parse(["--out", str(tmp_path), "--resume", "x.pt"])
     with pytest.raises(UserError, match="--no-record needs"):
         parse(["--out", str(tmp_path), "--no-record"])
-    with pytest.raises(UserError, match="--own must be 0 to 1"):
+    with pytest.raises(UserError, match="--own must be 0 to 1, got 2"):
         apply_switches(PLANS["full"], parse(["--out", str(tmp_path), "--own", "2"]))
     with pytest.raises(UserError, match="leaves no stage"):
         apply_switches(PLANS["full"], parse(["--out", str(tmp_path), "--frames", "4"]))

@@ -2,7 +2,9 @@
 
 A mean-squared error is least for the mean of all that may come, which is a blur, and a rollout
 blurs its own blur on: 64 free frames of the first run kept a fifth of the truth's edges. The
-critic sees a chunk after the true frame before it, and says where it is not like a true one.
+critic sees a chunk with its keys, after the frame before it, and says where it is not like a true
+one. Where the history holds no truth there, the frame before is withheld, from true chunks too: it
+would give the fake away by itself, and a true chunk does not go on from it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from quantwm.worlds.embedded.config import TransformerConfig
+from quantwm.worlds.embedded.config import KEYS, TransformerConfig
 
 
 class Critic(nn.Module):
-    """Chunk and the frame before it -> a map of scores; spectral norms keep it smooth."""
+    """Chunk, its keys and the frame before -> a map of scores; spectral norms keep it smooth."""
 
     def __init__(self, config: TransformerConfig, width: int = 128) -> None:
         super().__init__()
-        channels = config.latent_channels * (config.frames_per_chunk + 1)
+        per_chunk = config.frames_per_chunk
+        channels = config.latent_channels * (per_chunk + 1) + per_chunk * len(KEYS)
         self.net = nn.Sequential(
             spectral_norm(nn.Conv2d(channels, width, 3, padding=1)),
             nn.SiLU(),
@@ -33,47 +36,73 @@ class Critic(nn.Module):
             spectral_norm(nn.Conv2d(2 * width, 1, 3, padding=1)),
         )
 
-    def forward(self, chunks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """chunks [N, frames, C, H, W], before [N, C, H, W] -> scores [N, 1, H/2, W/2]."""
-        return self.net(torch.cat((chunks.flatten(1, 2), before), dim=1))
+    def forward(self, chunks: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """chunks [N, frames, C, H, W], context of `context_of` -> scores [N, 1, H/2, W/2]."""
+        return self.net(torch.cat((chunks.flatten(1, 2), context), dim=1))
 
 
-def chunks_of(
-    clips: torch.Tensor, clean: torch.Tensor, per_chunk: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clips [B, T, C, H, W] -> all chunks but each first one, and the true frame before each."""
-    parts = clips.unflatten(1, (-1, per_chunk))[:, 1:].flatten(0, 1)
-    before = clean.unflatten(1, (-1, per_chunk))[:, :-1, -1].flatten(0, 1)
-    return parts, before
+def chunks_of(clips: torch.Tensor, per_chunk: int) -> torch.Tensor:
+    """Clips [B, T, C, H, W] -> all chunks but each first one, [N, per_chunk, C, H, W]."""
+    return clips.unflatten(1, (-1, per_chunk))[:, 1:].flatten(0, 1)
+
+
+def context_of(
+    clean: torch.Tensor, keys: torch.Tensor, trusted: torch.Tensor, per_chunk: int
+) -> torch.Tensor:
+    """[N, C + 6 * per_chunk, H, W] of all chunks but each first: the true frame before, zeros
+    where `trusted` [B, chunks] says that the history holds none there, and the chunk's keys."""
+    before = clean.unflatten(1, (-1, per_chunk))[:, :-1, -1]
+    before = (before * trusted[:, 1:, None, None, None]).flatten(0, 1)
+    held = keys.unflatten(1, (-1, per_chunk))[:, 1:].flatten(0, 1).flatten(1)
+    held = held[:, :, None, None].expand(-1, -1, *before.shape[-2:])
+    return torch.cat((before, held.to(before.dtype)), dim=1)
 
 
 def critic_loss(
-    critic: Critic, real: torch.Tensor, fake: torch.Tensor, before: torch.Tensor,
+    critic: Critic, real: torch.Tensor, fake: torch.Tensor, context: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Hinge loss. real, fake: [N, frames, C, H, W]; counts [N]: 1 where the fake is one, else 0."""
-    on_real = F.relu(1 - critic(real, before)).mean()
-    on_fake = F.relu(1 + critic(fake, before)).mean(dim=(1, 2, 3))
+    on_real = F.relu(1 - critic(real, context)).mean()
+    on_fake = F.relu(1 + critic(fake, context)).mean(dim=(1, 2, 3))
     return on_real + (on_fake * counts).sum() / counts.sum().clamp_min(1)
+
+
+def push_lengths(
+    error: torch.Tensor, sigma_weight: torch.Tensor, counts: torch.Tensor
+) -> torch.Tensor:
+    """How long the critic's gradient may be for each chunk at share 1: [N].
+
+    error: out - truth of the chunks [N, ...]; sigma_weight [N]. The length of the squared error's
+    own gradient, times e / (e + mean e): a chunk that the history determines has a small error
+    and is left to it, one that could be many things is not the mean of them all.
+    """
+    square = error.square().flatten(1).sum(dim=1)
+    mean = (square * counts).sum() / counts.sum().clamp_min(1)
+    length = 2 * sigma_weight * square.sqrt() / error.numel()
+    return length * square / (square + mean).clamp_min(1e-12)
 
 
 def add_critic_gradient(
     critic: Critic, out: torch.Tensor, loss: torch.Tensor, clean: torch.Tensor,
-    counts: torch.Tensor, share: float, per_chunk: int,
+    context: torch.Tensor, counts: torch.Tensor, sigma_weight: torch.Tensor, share: float,
 ) -> None:  # fmt: skip
-    """Backward through `out` with the loss's gradient plus the critic's, `share` times as long.
+    """Backward through `out` with the loss's gradient plus the critic's: `share` times
+    `push_lengths` long in each chunk that counts.
 
     Measuring the two where they meet, at the predicted latents, makes the weight mean the same
-    whatever the critic's scale. out [B, T, C, H, W] is part of loss's graph.
+    whatever the critic's scale. out [B, T, C, H, W] is part of loss's graph; sigma_weight, counts
+    [N]: of all chunks but each first.
     """
-    (from_loss,) = torch.autograd.grad(loss, out, retain_graph=True)
-    parts, before = chunks_of(out.detach().requires_grad_(True), clean, per_chunk)
-    parts = parts.detach().requires_grad_(True)
-    scores = critic(parts, before).float().mean(dim=(1, 2, 3))
+    (gradient,) = torch.autograd.grad(loss, out, retain_graph=True)
+    per_chunk = out.shape[1] // (len(counts) // len(out) + 1)
+    parts = chunks_of(out.detach(), per_chunk).requires_grad_(True)
+    scores = critic(parts, context).float().mean(dim=(1, 2, 3))
     (pushed,) = torch.autograd.grad(-(scores * counts).sum(), parts)
-    from_critic = torch.zeros_like(out)
-    from_critic.unflatten(1, (-1, per_chunk))[:, 1:] = pushed.unflatten(0, (len(out), -1)).float()
-    judged = counts.view(len(out), -1, 1, 1, 1, 1)
-    there = from_loss.unflatten(1, (-1, per_chunk))[:, 1:] * judged
-    scale = share * there.norm() / from_critic.norm().clamp_min(1e-12)
-    out.backward(from_loss + scale * from_critic)
+    pushed = pushed.float()
+    with torch.no_grad():
+        length = push_lengths(parts - chunks_of(clean, per_chunk), sigma_weight, counts)
+        norm = pushed.flatten(1).norm(dim=1).clamp_min(1e-12)
+        pushed = pushed * (share * counts * length / norm)[:, None, None, None, None]
+        gradient.unflatten(1, (-1, per_chunk))[:, 1:] += pushed.unflatten(0, (len(out), -1))
+    out.backward(gradient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zipfile
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,27 @@ from quantwm.worlds.embedded.autoencoder import Autoencoder, to_signed
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import START, as_array, follow
 from training.frames import HEIGHT, WIDTH, Episode, load_episode
-from training.revisits import find_revisits, starts_with_revisit
+from training.revisits import find_revisits, fitting_revisits, starts_with_revisit
+
+
+@dataclass(frozen=True)
+class ClipBatch:
+    """latents [B, T, C, h, w]; keys float32 [B, T, 6]; poses [B, T, 3]; marks int64 [B, 2]: frames
+    of a revisit and of what it revisits, from the clip's start, -1 where none was chosen."""
+
+    latents: torch.Tensor
+    keys: torch.Tensor
+    poses: torch.Tensor
+    marks: torch.Tensor
+
+    def with_more(self, more: ClipBatch) -> ClipBatch:
+        """These clips, then those."""
+        pairs = [(getattr(self, f.name), getattr(more, f.name)) for f in fields(self)]
+        return ClipBatch(*(torch.cat(pair) for pair in pairs))
+
+    def chosen(self, index: torch.Tensor) -> ClipBatch:
+        """Clips by number."""
+        return ClipBatch(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 class FramePool:
@@ -130,6 +151,7 @@ class LatentPool:
     def __init__(self, latents: torch.Tensor, keys: torch.Tensor, poses: torch.Tensor) -> None:
         self.latents, self.keys, self.poses = latents, keys, poses
         self.revisits = find_revisits(poses)
+        self._fits: dict[tuple[int, int | None, int], torch.Tensor] = {}
 
     @classmethod
     @torch.no_grad()
@@ -164,11 +186,13 @@ class LatentPool:
         self.poses = torch.cat((self.poses, more.poses))
 
     def random_clips(
-        self, count: int, frames: int, generator: torch.Generator, revisits: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Latents [count, frames, C, h, w], keys float32 [count, frames, 6], poses [.., .., 3].
+        self, count: int, frames: int, generator: torch.Generator, revisits: float = 0.0,
+        shown_within: int | None = None,
+    ) -> ClipBatch:  # fmt: skip
+        """Clips of so many frames.
 
-        revisits: share of the clips that are chosen to hold one, where any fits.
+        revisits: share of the clips that are chosen to hold one, where any fits; with
+        shown_within, what is revisited lies in that many first frames.
         """
         episodes, length = self.latents.shape[:2]
         if frames > length:
@@ -176,13 +200,21 @@ class LatentPool:
         device = self.latents.device
         e = torch.randint(episodes, (count, 1), generator=generator, device=device)
         t = torch.randint(length - frames + 1, (count, 1), generator=generator, device=device)
+        marks = torch.full((count, 2), -1, dtype=torch.int64, device=device)
         picked = round(revisits * count)
-        if picked and (
-            found := starts_with_revisit(self.revisits, picked, frames, length, generator)
-        ):
-            e[:picked, 0], t[:picked, 0] = found
+        if picked and len(fits := self._fitting(frames, length, shown_within)):
+            found = starts_with_revisit(fits, picked, frames, length, generator, shown_within)
+            e[:picked, 0], t[:picked, 0], marks[:picked] = found
         t = t + torch.arange(frames, device=device)
-        return self.latents[e, t], self.keys[e, t].float(), self.poses[e, t]
+        return ClipBatch(self.latents[e, t], self.keys[e, t].float(), self.poses[e, t], marks)
+
+    def _fitting(self, frames: int, length: int, shown_within: int | None) -> torch.Tensor:
+        """The revisits that fit into a clip; looked for once, because it waits for the device."""
+        key = (frames, shown_within, len(self.revisits))
+        if key not in self._fits:
+            self._fits = {k: v for k, v in self._fits.items() if k[2] == len(self.revisits)}
+            self._fits[key] = fitting_revisits(self.revisits, frames, length, shown_within)
+        return self._fits[key]
 
 
 def load_folder(folder: Path, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:

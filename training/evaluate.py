@@ -18,6 +18,7 @@ from quantwm.worlds.embedded.transformer import Transformer
 from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.data import LatentPool, load_folder, reckoned_poses
 from training.pictures import save_grid
+from training.revisits import find_revisits
 from training.rollout import roll_out
 from training.train_autoencoder import reconstruction_psnr
 
@@ -27,6 +28,8 @@ class EvaluationConfig:
     """Clips of context + rollout frames, from the start of every unseen episode.
 
     memory_frames: from here on, next chunks are measured with all and with 16 frames of history.
+    return_frames: length of the clips of `measure_returns`; return_after: frames between the two
+    visits, at least.
     """
 
     context_chunks: int = 4
@@ -36,6 +39,8 @@ class EvaluationConfig:
     episodes: int = 16
     memory_frames: int = 64
     window: int = 4  # chunks
+    return_frames: int = 128
+    return_after: int = 64
 
 
 def decode_clip(autoencoder: Autoencoder, latents: torch.Tensor) -> np.ndarray:
@@ -116,6 +121,71 @@ def evaluate(
         full, short = (psnr(kind, config.memory_frames, length) for kind in ("next", "window"))
         metrics["memory_gain"] = round(full - short, 2)
     return metrics, [(b[start:], a[start:]) for a, b in zip(results["free"], truth, strict=True)]
+
+
+@torch.no_grad()
+def measure_returns(
+    model: Transformer,
+    autoencoder: Autoencoder,
+    frames: torch.Tensor,
+    keys: torch.Tensor,
+    sampler: SamplerConfig,
+    config: EvaluationConfig,
+) -> dict[str, float]:
+    """Free-running clips whose context shows what they come back to `return_after` frames later.
+
+    frames, keys: as for `evaluate`. return_psnr: of the 4 frames of the return to the truth, all
+    of the history in reach; return_gain: over the same with a window of 16 frames, same noise;
+    return_sharpness: gradient over the truth's. Nothing where no clip fits.
+    """
+    start = config.context_chunks * model.config.frames_per_chunk
+    length = min(config.return_frames, frames.shape[1])
+    length -= length % model.config.frames_per_chunk
+    poses = torch.stack([reckoned_poses(row.cpu().numpy()) for row in keys]).to(frames.device)
+    chosen = choose_returns(find_revisits(poses), frames.shape[1], start, length, config)
+    if not len(chosen):
+        return {}
+    episode, at, first = chosen.unbind(dim=1)
+    span = first[:, None] + torch.arange(length, device=first.device)
+    clips, held, told = (x[episode[:, None], span] for x in (frames, keys, poses))
+    pool = LatentPool.encode(autoencoder, clips, held, told)
+    seen = (at - first)[:, None] + torch.arange(4, device=at.device)
+    row = torch.arange(len(seen), device=at.device)[:, None]
+    truth = clips[row, seen].cpu().numpy()
+    psnr, sharp = {}, 0.0
+    for name, window in (("full", None), ("window", config.window)):
+        latents = roll_out(
+            model, pool.latents, held.float(), config.context_chunks, config.steps, sampler.shift,
+            config.seed, False, window, told,
+        )  # fmt: skip
+        shown = [decode_clip(autoencoder, clip) for clip in latents[row, seen]]
+        pairs = list(zip(shown, truth, strict=True))
+        psnr[name] = float(np.mean([psnr_per_frame(a, b) for a, b in pairs]))
+        if name == "full":
+            sharp = float(np.mean([_gradient(a) / _gradient(b) for a, b in pairs]))
+    return {
+        "return_psnr": round(psnr["full"], 2),
+        "return_gain": round(psnr["full"] - psnr["window"], 2),
+        "return_sharpness": round(sharp, 3),
+        "returns": len(chosen),
+    }
+
+
+def choose_returns(
+    revisits: torch.Tensor, episode_length: int, start: int, length: int, config: EvaluationConfig
+) -> torch.Tensor:
+    """int64 [n, 3]: episode, frame of the return, and first frame of a clip whose context of
+    `start` frames ends with the first visit; up to three an episode, spread over it."""
+    episode, frame, before = revisits.unbind(dim=1)
+    first = before - start + 2
+    fits = (first >= 0) & (first + length <= episode_length)
+    fits &= (frame - before >= config.return_after) & (frame - first + 4 <= length)
+    found = torch.stack((episode, frame, first), dim=1)[fits]
+    picked = []
+    for number in found[:, 0].unique():
+        here = found[found[:, 0] == number]
+        picked.append(here[torch.linspace(0, len(here) - 1, 3).long().unique()])
+    return torch.cat(picked) if picked else found
 
 
 def _gradient(frames: np.ndarray) -> float:

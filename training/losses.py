@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,8 @@ from training.teacher_forcing import predict_clip
 class Stage:
     """A share of the time at one clip length.
 
-    own: share of the clips whose history is partly of the model's own making; adversarial: length
+    own: share of the clips whose history is partly of the model's own making, each chunk from the
+    truth; rolled: share of the clips whose history is a rollout of the model; adversarial: length
     of the critic's gradient over that of the error's, for chunks that hold no truth; edges:
     weight of `edge_error` for the same chunks.
     """
@@ -28,8 +29,23 @@ class Stage:
     batch: int
     share: float
     own: float = 0.0
+    rolled: float = 0.0
     adversarial: float = 0.0
     edges: float = 0.0
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """clips: in the pool. uses: how often each is used, on the mean, before all are made anew;
+    busy: no more of the stage's time than this goes into making them. revisits: share of the clips
+    that come back to what their context showed. longest_context: true chunks at the start, at
+    most; half of the clips have as few as a session."""
+
+    clips: int = 64
+    uses: float = 3.0
+    busy: float = 0.22
+    revisits: float = 0.6
+    longest_context: int = 20
 
 
 @dataclass(frozen=True)
@@ -42,14 +58,16 @@ class TransformerTraining:
     spread over all levels, and below sigma_floor the error's weight grows no more.
     revisits: share of the clips chosen because they come back to something not seen for 16 frames.
     second_round: share of steps whose own histories are made twice, the second time from the
-    first."""
+    first. gaps: share of the clips with chunks hidden from all others, longest_gap at most in one.
+    invented: weight of the error in chunks after a rollout's history that show what no true frame
+    showed: the truth there is not what that history leads to."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),
         Stage(frames=64, batch=24, share=0.25),
         Stage(frames=128, batch=12, share=0.15),
         Stage(frames=256, batch=6, share=0.10),
-        Stage(frames=128, batch=10, share=0.25, own=0.7, adversarial=0.8, edges=0.5),
+        Stage(frames=128, batch=10, share=0.25, rolled=0.5, adversarial=1.0, edges=0.5),
     )
     muon_lr: float = 0.02
     adam_lr: float = 1.5e-3
@@ -68,6 +86,10 @@ class TransformerTraining:
     context_chunks: int = 4
     second_round: float = 0.3
     context_noise: float = 0.15
+    gaps: float = 0.4
+    longest_gap: int = 16
+    invented: float = 0.3
+    rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     pose: bool = True
     lost: float = 0.1
     max_steps: int = 1_000_000
@@ -76,21 +98,28 @@ class TransformerTraining:
 
 @dataclass(frozen=True)
 class Clips:
-    """latents [B, T, C, H, W]; keys float32 [B, T, 6]; pose: features or None."""
+    """latents [B, T, C, H, W]; keys float32 [B, T, 6]; pose: features or None; history: what the
+    model sees in place of the latents, if that is another thing; weight: of each chunk's error,
+    [B, chunks]; hidden: which chunks no other one sees, bool [B, chunks]."""
 
     latents: torch.Tensor
     keys: torch.Tensor
     pose: torch.Tensor | None
+    history: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is to be denoised: noisy [B, T, C, H, W], sigma [B, T], and which chunks [B, chunks]
-    the critic judges: those that hold no truth, being pure noise or the model's own first step."""
+    """What is to be denoised: noisy [B, T, C, H, W], sigma [B, T]; which chunks [B, chunks] the
+    critic judges: those that hold no truth, being pure noise or the model's own first step; before
+    which ones the history holds the truth."""
 
     noisy: torch.Tensor
     sigma: torch.Tensor
     judged: torch.Tensor
+    trusted: torch.Tensor
 
 
 def training_pose(
@@ -127,7 +156,17 @@ def noisy_stream(
     level = sigma.repeat_interleave(per_chunk, dim=1)
     scale = level[:, :, None, None, None]
     noisy = (1 - scale) * clean + scale * torch.randn(clean.shape, **like)
-    return Stream(noisy, level, sigma == 1)
+    return Stream(noisy, level, sigma == 1, torch.ones_like(sigma, dtype=torch.bool))
+
+
+def trusted_chunks(
+    history: torch.Tensor, clean: torch.Tensor, hidden: torch.Tensor | None, per_chunk: int
+) -> torch.Tensor:
+    """bool [B, chunks]: whether a chunk sees the true frame before it; the first has none."""
+    true = (history == clean).flatten(2).all(dim=2)[:, per_chunk - 1 :: per_chunk]
+    if hidden is not None:
+        true = true & ~hidden
+    return torch.cat((torch.zeros_like(true[:, :1]), true[:, :-1]), dim=1)
 
 
 def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) -> torch.Tensor:
@@ -139,43 +178,52 @@ def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) ->
 
 
 def with_own_steps(
-    model: Transformer, clips: Clips, clean: torch.Tensor, stream: Stream, stage: Stage,
+    model: Transformer, clips: Clips, history: torch.Tensor, stream: Stream, stage: Stage,
     tables: tuple[torch.Tensor, torch.Tensor], attend: Attend, training: TransformerTraining,
     generator: torch.Generator, residual_dtype: torch.dtype, rounds: int,
 ) -> tuple[torch.Tensor, Stream]:  # fmt: skip
-    """History and stream of a stage on the model's own rollouts: some chunks of the history are
-    generated, and half of the chunks to be denoised start from the model's own first step.
+    """History and stream of a stage on the model's own rollouts: half of the chunks to be denoised
+    start from the model's own first step, and with `own` some of the history is generated too.
 
     Every round beyond the first generates all chunks anew from the mixed history of the one
     before, whose errors then lie one chunk deeper.
     """
     per_chunk = model.config.frames_per_chunk
-    history = clean
-    for _ in range(rounds):
+    start, mixing = history, stage.own > 0
+    for _ in range(rounds if mixing else 1):
         rollout = own_rollout(
             model, history, clips.keys, clips.pose, tables, attend, training.sigma_shift,
-            generator, residual_dtype,
+            generator, residual_dtype, finish=mixing,
         )  # fmt: skip
-        history = mixed_history(
-            clean, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
-        )
-    draw = torch.rand(stream.judged.shape, generator=generator, device=clean.device)
+        if mixing:
+            history = mixed_history(
+                start, rollout.chunks, per_chunk, stage.own, training.context_chunks, generator
+            )
+    draw = torch.rand(stream.judged.shape, generator=generator, device=history.device)
     own = draw < 0.5
     mask = own.repeat_interleave(per_chunk, dim=1)
     noisy = torch.where(mask[:, :, None, None, None], rollout.entering, stream.noisy)
     sigma = torch.where(mask, rollout.level, stream.sigma)
-    return history, Stream(noisy, sigma, own | stream.judged)
+    return history, replace(stream, noisy=noisy, sigma=sigma, judged=own | stream.judged)
+
+
+def sigma_weight(sigma: torch.Tensor, floor: float) -> torch.Tensor:
+    """What turns an error of clean latents into about that of velocities."""
+    return sigma.clamp_min(floor) ** -2
 
 
 def weighted_error(
-    out: torch.Tensor, clean: torch.Tensor, sigma: torch.Tensor, per_chunk: int, floor: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    out: torch.Tensor, clean: torch.Tensor, sigma: torch.Tensor, per_chunk: int, floor: float,
+    chunk_weight: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Weighted x-prediction loss (about that of velocities) and plain mean squared error.
 
     The first chunk has no past and is never generated by the product, so it does not count.
     """
     error = (out - clean).square().mean(dim=(2, 3, 4))[:, per_chunk:]
-    weight = sigma[:, per_chunk:].clamp_min(floor) ** -2
+    weight = sigma_weight(sigma[:, per_chunk:], floor)
+    if chunk_weight is not None:
+        weight = weight * chunk_weight[:, 1:].repeat_interleave(per_chunk, dim=1)
     return (weight * error).mean(), error.detach().mean()
 
 
@@ -212,18 +260,22 @@ def forward_loss(
     per_chunk = model.config.frames_per_chunk
     clean = clips.latents.float()
     stream = noisy_stream(clean, per_chunk, training, generator)
-    history = clean
-    if stage.own > 0:
+    history = clean if clips.history is None else clips.history.float()
+    if stage.own > 0 or stage.rolled > 0:
         history, stream = with_own_steps(
-            model, clips, clean, stream, stage, tables, full, training, generator, residual_dtype,
+            model, clips, history, stream, stage, tables, full, training, generator, residual_dtype,
             rounds,
         )  # fmt: skip
+    if stage.adversarial > 0:
+        stream = replace(stream, trusted=trusted_chunks(history, clean, clips.hidden, per_chunk))
     history = disturbed(history, training.context_noise, generator)
     out = predict_clip(
         model, history, stream.noisy, stream.sigma, clips.keys, tables, attend, residual_dtype,
         clips.pose,
     )  # fmt: skip
-    loss, mse = weighted_error(out, clean, stream.sigma, per_chunk, training.sigma_floor)
+    loss, mse = weighted_error(
+        out, clean, stream.sigma, per_chunk, training.sigma_floor, clips.weight
+    )
     if stage.edges > 0:
         loss = loss + stage.edges * edge_error(out, clean, stream.judged, per_chunk)
     return loss, mse, out, stream

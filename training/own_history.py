@@ -39,12 +39,19 @@ def own_rollout(
     shift: float,
     generator: torch.Generator,
     residual_dtype: torch.dtype,
+    finish: bool = True,
 ) -> OwnRollout:
-    """Every chunk generated from `history` [B, T, C, H, W], as the product's sampler would."""
+    """Every chunk generated from `history` [B, T, C, H, W], as the product's sampler would.
+
+    Without `finish` the last step is left out, and the chunks are those that it would start from.
+    """
     levels = noise_levels(STEPS, shift)
     x = torch.randn(history.shape, generator=generator, device=history.device)
+    entering = x
     for sigma, following in zip(levels, [*levels[1:], 0.0], strict=True):
         entering = x
+        if sigma == levels[-1] and not finish:
+            break
         level = torch.full(history.shape[:2], sigma, device=history.device)
         out = predict_clip(
             model, history, x, level, keys, tables, attend, residual_dtype, pose

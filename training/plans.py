@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
 from training.evaluate import EvaluationConfig
-from training.losses import Stage, TransformerTraining
+from training.losses import RolloutConfig, Stage, TransformerTraining
 from training.train_autoencoder import AutoencoderTraining
 
 
 @dataclass(frozen=True)
 class RunPlan:
     """Shares are of the whole run's minutes; see `PLANS`. The transformer starts with
-    enough_episodes and gets the later ones, up to `episodes`, between its stages."""
+    enough_episodes and gets the later ones, up to `episodes`, as they come. pieces: share of the
+    episodes that are made of scripted walks; return_episodes: unseen ones of that kind, for the
+    measurement of returns."""
 
     world: EmbeddedConfig = PRESETS["shipped"]
     episodes: int = 1000
@@ -24,6 +26,8 @@ class RunPlan:
     enough_episodes: int = 300
     unseen_episodes: int = 32
     unseen_length: int = 272
+    pieces: float = 0.3
+    return_episodes: int = 24
     autoencoder_share: float = 0.26
     finish_minutes: float = 0.8
     save_every_minutes: float = 4.0
@@ -48,27 +52,31 @@ QUICK_WORLD = replace(
 PLANS = {
     "full": RunPlan(),
     "continued": RunPlan(
+        enough_episodes=150,
+        autoencoder_share=0.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=128, batch=12, share=0.25),
+                Stage(frames=64, batch=24, share=0.08),
+                Stage(frames=128, batch=12, share=0.22),
                 Stage(frames=256, batch=6, share=0.25),
-                Stage(frames=128, batch=10, share=0.50, own=0.7, adversarial=0.8, edges=0.5),
+                Stage(frames=128, batch=10, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             flat_share=0.5,
-        )
+        ),
     ),
     "smoke": RunPlan(
         episodes=120,
         enough_episodes=40,
         unseen_episodes=14,
-        autoencoder_share=0.27,
-        finish_minutes=0.3,
+        return_episodes=8,
+        autoencoder_share=0.1,
+        finish_minutes=0.2,
         save_every_minutes=100.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.27),
-                Stage(frames=256, batch=6, share=0.36),
-                Stage(frames=128, batch=10, share=0.37, own=0.7, adversarial=0.8, edges=0.5),
+                Stage(frames=64, batch=24, share=0.3),
+                Stage(frames=256, batch=6, share=0.3),
+                Stage(frames=128, batch=10, share=0.4, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             critic_warmup=5,
             log_every=10,
@@ -83,6 +91,7 @@ PLANS = {
         enough_episodes=4,
         unseen_episodes=2,
         unseen_length=48,
+        return_episodes=2,
         autoencoder_share=0.2,
         finish_minutes=0.2,
         save_every_minutes=0.5,
@@ -92,8 +101,10 @@ PLANS = {
                 Stage(frames=8, batch=4, share=0.4),
                 Stage(frames=16, batch=2, share=0.2),
                 Stage(frames=32, batch=1, share=0.1),
-                Stage(frames=16, batch=2, share=0.3, own=0.7, adversarial=0.8, edges=0.5),
+                Stage(frames=16, batch=2, share=0.1, own=0.7, adversarial=0.8, edges=0.5),
+                Stage(frames=16, batch=2, share=0.2, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
+            rollouts=RolloutConfig(clips=4, longest_context=3),
             short_windows=(1, 2),
             context_chunks=2,
             critic_warmup=2,
@@ -101,7 +112,14 @@ PLANS = {
         ),
         check=EvaluationConfig(context_chunks=2, rollout_frames=8, episodes=2, steps=2),
         final=EvaluationConfig(
-            context_chunks=2, rollout_frames=16, episodes=2, steps=2, memory_frames=16, window=2
+            context_chunks=2,
+            rollout_frames=16,
+            episodes=2,
+            steps=2,
+            memory_frames=16,
+            window=2,
+            return_frames=44,
+            return_after=17,
         ),
     ),
 }
@@ -116,7 +134,11 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ae-lr", type=float, help="peak rate of the autoencoder")
     group.add_argument("--muon-lr", type=float, help="peak rate of the blocks' matrices")
     group.add_argument("--no-pose", action="store_true", help="the keys alone, no reckoned pose")
-    group.add_argument("--own", type=float, help="share of clips with own history; 0 is never")
+    group.add_argument("--own", type=float, help="share of clips with chunks of their own making")
+    group.add_argument("--rolled", type=float, help="share of clips that are rollouts; 0 is none")
+    group.add_argument("--invented", type=float, help="weight of what no true frame showed there")
+    group.add_argument("--gaps", type=float, help="share of clips with gaps in their history")
+    group.add_argument("--pieces", type=float, help="share of episodes made of scripted walks")
     group.add_argument("--adversarial", type=float, help="weight of the critic; 0 is none")
     group.add_argument("--edges", type=float, help="weight of the edges' strength; 0 is none")
     group.add_argument("--sampler-share", type=float, help="of chunks at the sampler's levels")
@@ -128,11 +150,13 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
 
 def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     """The plan as the switches change it. UserError for a value that makes no sense."""
-    of_training = ("sampler_share", "context_noise", "revisits", "short_chance")
-    for name in ("ae_share", "own", "adversarial", "edges", *of_training):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value <= 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 0 to 1, got {value}")
+    of_training = (
+        "sampler_share", "context_noise", "revisits", "short_chance", "gaps", "invented",
+    )  # fmt: skip
+    for name in ("ae_share", "own", "rolled", "pieces", "adversarial", "edges", *of_training):
+        value, most = getattr(args, name), 10 if name == "adversarial" else 1
+        if value is not None and not 0 <= value <= most:
+            raise UserError(f"--{name.replace('_', '-')} must be 0 to {most}, got {value}")
     training = plan.transformer
     for name in ("muon_lr", *of_training):
         if getattr(args, name) is not None:
@@ -147,12 +171,14 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
         )
     changed = []
     for stage in stages:
-        own = stage.own if args.own is None or stage.own == 0 else args.own
+        last = stage.own > 0 or stage.rolled > 0
+        own = args.own if last and args.own is not None else stage.own
+        rolled = args.rolled if last and args.rolled is not None else stage.rolled
         critic = args.adversarial if args.adversarial is not None else stage.adversarial
         edges = args.edges if args.edges is not None else stage.edges
-        if own == 0:
+        if own == 0 and rolled == 0:
             critic = edges = 0.0
-        changed.append(replace(stage, own=own, adversarial=critic, edges=edges))
+        changed.append(replace(stage, own=own, rolled=rolled, adversarial=critic, edges=edges))
     training = replace(training, stages=tuple(changed), pose=not args.no_pose)
     autoencoder = plan.autoencoder
     if args.ae_lr is not None:
@@ -164,5 +190,6 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     longest = max(stage.frames for stage in changed)
     return replace(
         plan, transformer=training, autoencoder=autoencoder, autoencoder_share=share,
+        pieces=plan.pieces if args.pieces is None else args.pieces,
         world=replace(world, train_frames=max(longest, 2 * world.context_frames)),
     )  # fmt: skip

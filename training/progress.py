@@ -53,3 +53,17 @@ class Budget:
     def left(self) -> float:
         """Seconds."""
         return max(self.seconds - self.elapsed, 0.0)
+
+
+class Pace:
+    """Steps and tokens a second since the last time that was asked."""
+
+    def __init__(self, tokens: int, step: int) -> None:
+        """tokens: of a step."""
+        self._tokens, self._time, self._step = tokens, time.monotonic(), step
+
+    def so_far(self, step: int) -> dict[str, float]:
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._time, 1e-6)
+        self._time, self._step = now, step
+        return {"steps_per_s": round(rate, 2), "tokens_per_s": round(rate * self._tokens)}

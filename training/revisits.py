@@ -39,21 +39,37 @@ def _find(poses: torch.Tensor, first: int) -> torch.Tensor:
     return torch.stack((episode + first, frame, last[episode, frame]), dim=1)
 
 
-def starts_with_revisit(
-    revisits: torch.Tensor, count: int, frames: int, length: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Episodes and first frames [count] of clips that hold a revisit and what it revisits.
+def fitting_revisits(
+    revisits: torch.Tensor, frames: int, length: int, shown_within: int | None = None
+) -> torch.Tensor:
+    """Those of `find_revisits` for which a clip of so many frames can hold both visits.
 
-    None when no revisit fits into so many frames. length: of an episode.
+    length: of an episode. shown_within: the first visit must lie in that many first frames.
     """
-    fits = revisits[revisits[:, 1] - revisits[:, 2] <= frames - 8]
-    if len(fits) == 0:
-        return None
-    like = {"generator": generator, "device": revisits.device}
+    _, frame, before = revisits.unbind(dim=1)
+    fits = frame - before <= frames - 8
+    if shown_within is not None:
+        fits &= (before >= 2) & (before - shown_within + 3 <= length - frames)
+        fits &= frame - before <= frames - shown_within
+    return revisits[fits]
+
+
+def starts_with_revisit(
+    fits: torch.Tensor, count: int, frames: int, length: int, generator: torch.Generator,
+    shown_within: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Episodes and first frames [count] of clips that hold a revisit and what it revisits, and
+    where both lie in the clip [count, 2]. fits: of `fitting_revisits`, not empty.
+    """
+    like = {"generator": generator, "device": fits.device}
     chosen = fits[torch.randint(len(fits), (count,), **like)]
     episode, frame, before = chosen.unbind(dim=1)
     low = (frame - frames + 4).clamp(0, length - frames)  # the revisit lies inside,
     high = torch.minimum((before - 4).clamp_min(0), low.new_tensor(length - frames))
     high = torch.maximum(high, low)  # and where possible so does the first visit
+    if shown_within is not None:
+        low = torch.maximum(low, before - shown_within + 3).clamp(0, length - frames)
+        high = torch.maximum((before - 2).clamp(0, length - frames), low)
     start = low + (torch.rand(count, **like) * (high - low + 1)).long()
-    return episode, torch.minimum(start, high)
+    start = torch.minimum(start, high)
+    return episode, start, torch.stack((frame - start, before - start), dim=1)

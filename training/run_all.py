@@ -27,18 +27,21 @@ from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
 from training.data import FramePool, LatentPool, load_folder
-from training.evaluate import EvaluationConfig, evaluate, shipped_copy
+from training.evaluate import EvaluationConfig, evaluate, measure_returns, shipped_copy
 from training.frames import UNSEEN_SEED, Recorder, require_engine
 from training.pictures import save_grid
 from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
+from training.state import TrainState
 from training.train_autoencoder import reconstruction_psnr, train_autoencoder
-from training.train_transformer import TrainState, train_transformer
+from training.train_transformer import train_transformer
 
 DATA = (
     "Procedural maps (training/maps.py) with Freedoom art (BSD-3-Clause), rendered by ViZDoom, "
     "512x384 reduced to 128x96, 4 tics a frame"
 )
+REFRESH_SECONDS = 45.0
+"""Between two looks for new episodes while the transformer trains."""
 
 
 class Run:
@@ -97,34 +100,42 @@ class FrameSource:
 
     def __init__(self, run: Run) -> None:
         plan, args = run.plan, run.args
-        self._unseen, self._count = run.work / "unseen", plan.unseen_episodes
+        self._unseen = {
+            run.work / "unseen": plan.unseen_episodes, run.work / "returns": plan.return_episodes,
+        }  # fmt: skip
         self._device, self._log = run.device, run.log
         self._recorders: list[Recorder] = []
         self._threads: list[threading.Thread] = []
         self.pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
         if not args.no_record:
             first, some = 10_000 * args.seed, max(1, args.processes // 4)
-            seeds = range(UNSEEN_SEED, UNSEEN_SEED + plan.unseen_episodes)
-            self._record(seeds, plan.unseen_length, self._unseen, some)
+            unseen = UNSEEN_SEED
+            for pieces, (folder, count) in enumerate(self._unseen.items()):
+                seeds = range(unseen, unseen + count)
+                self._record(seeds, plan.unseen_length, folder, max(1, some // 2), float(pieces))
+                unseen += 1000
             rest = max(1, args.processes - some)
             seeds = range(first, first + plan.episodes)
-            self._record(seeds, plan.length, run.work / "frames", rest)
+            self._record(seeds, plan.length, run.work / "frames", rest, plan.pieces)
         self.pool.follow()
 
-    def _record(self, seeds: range, length: int, folder: Path, processes: int) -> None:
-        recorder = Recorder(seeds, length, folder, processes)
+    def _record(
+        self, seeds: range, length: int, folder: Path, processes: int, pieces: float
+    ) -> None:
+        recorder = Recorder(seeds, length, folder, processes, pieces=pieces)
         thread = threading.Thread(target=recorder.wait, args=(1800,), name="recorder", daemon=True)
         thread.start()
         self._recorders.append(recorder)
         self._threads.append(thread)
 
-    def unseen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Frames and keys of the unseen maps, waited for."""
-        if self._threads:
-            self._threads[0].join(timeout=300)
-        else:
-            wait_for_files(self._unseen, self._count, 300)
-        return load_folder(self._unseen, self._device)
+    def unseen(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Frames and keys of the unseen maps, waited for: ordinary walks, and scripted ones."""
+        for thread in self._threads[: len(self._unseen)]:
+            thread.join(timeout=300)
+        if not self._threads:
+            for folder, count in self._unseen.items():
+                wait_for_files(folder, count, 300)
+        return [load_folder(folder, self._device) for folder in self._unseen]
 
     def close(self) -> None:
         """Stops what still records; a second call does nothing."""
@@ -177,7 +188,7 @@ class GrowingLatents:
 
     def __init__(self, run: Run, pool: FramePool, autoencoder: Autoencoder) -> None:
         self._run, self._pool, self._autoencoder = run, pool, autoencoder
-        self._done = 0
+        self._done, self._last = 0, time.monotonic()
         self.latents = self._encode()
 
     def _encode(self) -> LatentPool:
@@ -190,8 +201,12 @@ class GrowingLatents:
                 self._pool.poses[span],
             )  # fmt: skip
 
-    def refresh(self) -> None:
+    def refresh(self, every: float = 0.0) -> None:
+        """every: seconds since the last time before which nothing is done."""
         started = time.monotonic()
+        if every and (started - self._last < every or self._pool.count == self._done):
+            return
+        self._last = started
         if self._pool.count > self._done:
             self.latents.append(self._encode())
         run, latents = self._run, self.latents.latents
@@ -210,7 +225,7 @@ def save_and_measure(
     run: Run,
     state: TrainState,
     autoencoder: Autoencoder,
-    unseen: tuple[torch.Tensor, torch.Tensor],
+    unseen: list[tuple[torch.Tensor, torch.Tensor]],
     config: EvaluationConfig,
     grid: str,
 ) -> None:
@@ -218,9 +233,9 @@ def save_and_measure(
     state.save(run.checkpoint)
     world = run.plan.world
     save_models(run.out, world, state.average, autoencoder, run.facts(state))
-    metrics, pairs = evaluate(
-        shipped_copy(state.average), autoencoder, *unseen, world.sampler, config
-    )
+    model = shipped_copy(state.average)
+    metrics, pairs = evaluate(model, autoencoder, *unseen[0], world.sampler, config)
+    metrics |= measure_returns(model, autoencoder, *unseen[1], world.sampler, config)
     run.metrics.update(metrics)
     run.log.event("measured", step=state.step, **metrics)
     save_grid(run.out / grid, pairs[:6], every=max(1, len(pairs[0][0]) // 10))
@@ -272,6 +287,8 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
+        # it plans anew for every length of history, which rollouts have one of for each chunk
+        torch.backends.cuda.enable_cudnn_sdp(False)
     run.log.event("start", budget=args.minutes, device=str(run.device), seed=args.seed)
     source = FrameSource(run)
     try:
@@ -287,7 +304,8 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
     run.minutes["first_frames"] = round(run.log.minutes, 2)
     autoencoder = make_autoencoder(run, pool)
     unseen = source.unseen()
-    psnr = reconstruction_psnr(autoencoder, unseen[0].flatten(0, 1)[:: plan.unseen_episodes])
+    frames = unseen[0][0].flatten(0, 1)
+    psnr = reconstruction_psnr(autoencoder, frames[:: plan.unseen_episodes])
     run.log.event("autoencoder done", psnr_unseen=round(psnr, 2))
     pool.wait_up_to(plan.enough_episodes, args.minutes * 3)
     growing = GrowingLatents(run, pool, autoencoder)
@@ -304,6 +322,7 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
         state.load(args.resume)
 
     def after(state: TrainState) -> None:
+        growing.refresh(every=REFRESH_SECONDS)
         if time.monotonic() - run.last_save > plan.save_every_minutes * 60:
             save_and_measure(run, state, autoencoder, unseen, plan.check, "grid-latest.png")
 
@@ -313,7 +332,7 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
     source.close()
     one_step = replace(plan.check, steps=1)
     metrics, _ = evaluate(
-        shipped_copy(state.average), autoencoder, *unseen, plan.world.sampler, one_step
+        shipped_copy(state.average), autoencoder, *unseen[0], plan.world.sampler, one_step
     )
     run.metrics["one_step"] = metrics
     run.log.event("measured with one step", **metrics)

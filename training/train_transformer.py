@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import TransformerConfig
 from quantwm.worlds.embedded.transformer import Attend, Transformer
-from training.critic import Critic, add_critic_gradient, chunks_of, critic_loss
+from training.critic import add_critic_gradient, chunks_of, context_of, critic_loss
 from training.data import LatentPool
+from training.evaluate import shipped_copy
+from training.gaps import HiddenChunks, draw_gaps
 from training.losses import (
     Clips,
     Stage,
     Stream,
     TransformerTraining,
     forward_loss,
+    sigma_weight,
     training_pose,
 )
-from training.muon import Muon
-from training.progress import Budget, Log
+from training.progress import Budget, Log, Pace
+from training.rollout_pool import RolloutPool
+from training.state import TrainState
 from training.teacher_forcing import (
     block_mask,
     dense_mask,
@@ -34,106 +36,6 @@ from training.teacher_forcing import (
     sdpa_attend,
     two_stream_tables,
 )
-
-
-@dataclass
-class TrainState:
-    """Everything that a checkpoint holds."""
-
-    model: Transformer
-    average: Transformer
-    muon: Muon
-    adam: torch.optim.AdamW
-    step: int = 0
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    critic: Critic | None = None
-    critic_adam: torch.optim.AdamW | None = None
-
-    @classmethod
-    def fresh(
-        cls, config: TransformerConfig, training: TransformerTraining, seed: int,
-        device: torch.device,
-    ) -> TrainState:  # fmt: skip
-        model = Transformer(config)
-        model.init_weights(torch.Generator().manual_seed(seed))
-        model = model.to(device)
-        average = copy.deepcopy(model).requires_grad_(False)
-        matrices = [
-            p for name, p in model.blocks.named_parameters() if p.ndim == 2 and "table" not in name
-        ]
-        chosen = {id(p) for p in matrices}
-        rest = [p for p in model.parameters() if id(p) not in chosen]
-        adam = torch.optim.AdamW(
-            rest, lr=training.adam_lr, betas=(0.9, 0.95), weight_decay=0.0,
-            fused=device.type == "cuda",
-        )  # fmt: skip
-        return cls(model, average, Muon(matrices, lr=training.muon_lr), adam)
-
-    def save(self, path: Path) -> None:
-        """Whole or not at all: written beside, then renamed."""
-        partial = path.with_suffix(".part")
-        torch.save(
-            {
-                "model": self.model.state_dict(), "average": self.average.state_dict(),
-                "muon": self.muon.state_dict(), "adam": self.adam.state_dict(),
-                "step": self.step, "runs": self.runs,
-            },
-            partial,
-        )  # fmt: skip
-        partial.replace(path)
-
-    def load(self, path: Path) -> None:
-        """UserError when the file is missing or of another model."""
-        if not path.is_file():
-            raise UserError(f"checkpoint {path} does not exist; leave out --resume to start afresh")
-        data = torch.load(path, map_location="cpu", weights_only=True)
-        try:
-            self.model.load_state_dict(data["model"])
-            self.average.load_state_dict(data["average"])
-            self.muon.load_state_dict(data["muon"])
-            self.adam.load_state_dict(data["adam"])
-        except (KeyError, RuntimeError, ValueError) as error:
-            line = str(error).splitlines()[0]
-            raise UserError(f"checkpoint {path} is of another model: {line}") from error
-        self.step, self.runs = data["step"], data["runs"]
-
-    def start_from(self, model: Transformer) -> None:
-        """Takes over exported weights, the average of an earlier run; optimisers start anew.
-
-        Weights of a model that was not told poses lack one matrix, which stays zero: the same
-        model at first.
-        """
-        for mine in (self.model, self.average):
-            left = mine.load_state_dict(model.state_dict(), strict=False)
-            if left.unexpected_keys or set(left.missing_keys) - {"pose_in.weight"}:
-                raise UserError(
-                    f"the weights are of another model: {left.missing_keys or left.unexpected_keys}"
-                )
-
-    def need_critic(self, rate: float, seed: int) -> Critic:
-        """The critic, made at its first use; it is no part of a checkpoint."""
-        if self.critic is None:
-            device = self.model.patch_in.weight.device
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                torch.manual_seed(seed)
-                self.critic = Critic(self.model.config).to(device)
-            self.critic_adam = torch.optim.AdamW(
-                self.critic.parameters(), lr=rate, betas=(0.0, 0.99), weight_decay=0.0,
-                fused=device.type == "cuda",
-            )  # fmt: skip
-        return self.critic
-
-    def clear_gradients(self) -> None:
-        self.muon.zero_grad(set_to_none=True)
-        self.adam.zero_grad(set_to_none=True)
-
-    def update_average(self, decay: float) -> None:
-        decay = min(decay, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                list(self.average.parameters()), list(self.model.parameters()), 1 - decay
-            )
 
 
 def rate_factor(step: int, fraction: float, training: TransformerTraining) -> float:
@@ -150,27 +52,30 @@ def rate_factor(step: int, fraction: float, training: TransformerTraining) -> fl
 class Attention:
     """The attention of a stage: masks for every window in use, made once.
 
-    `flex` skips hidden tiles and needs compiled blocks; `sdpa` works anywhere.
+    `flex` skips hidden tiles and needs compiled blocks; `sdpa` works anywhere. hidden: the gaps of
+    the step at hand, None in a run without.
     """
 
     def __init__(
-        self, kind: str, frames: int, config: TransformerConfig,
+        self, kind: str, stage: Stage, config: TransformerConfig,
         training: TransformerTraining, device: torch.device,
     ) -> None:  # fmt: skip
         if kind not in ("flex", "sdpa"):
             raise UserError(f"attention must be flex or sdpa, got {kind!r}")
+        frames = stage.frames
         chunks = frames // config.frames_per_chunk
         self._short = [w for w in training.short_windows if w < chunks]
         self._chance, self._full = training.short_chance, chunks
         self._second = training.second_round
         windows = [*self._short, chunks]
+        self.hidden = HiddenChunks(stage.batch, chunks, device) if training.gaps > 0 else None
         if kind == "flex":
             self._by_window = {
-                w: flex_attend(block_mask(frames, config, w, device)) for w in windows
+                w: flex_attend(block_mask(frames, config, w, device, self.hidden)) for w in windows
             }
         else:
             self._by_window = {
-                w: sdpa_attend(dense_mask(frames, config, w, device)) for w in windows
+                w: sdpa_attend(dense_mask(frames, config, w, device), self.hidden) for w in windows
             }
 
     @property
@@ -197,37 +102,67 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def draw_clips(
-    pool: LatentPool, stage: Stage, config: TransformerConfig, training: TransformerTraining,
-    generator: torch.Generator,
+    pool: LatentPool, rollouts: RolloutPool | None, stage: Stage, config: TransformerConfig,
+    training: TransformerTraining, generator: torch.Generator,
 ) -> Clips:  # fmt: skip
-    latents, keys, poses = pool.random_clips(
-        stage.batch, stage.frames, generator, training.revisits
-    )
+    """The clips of a step: some that the model has rolled out, the others true; with their gaps."""
+    rolled = round(stage.rolled * stage.batch) if rollouts is not None else 0
+    per_chunk, chunks = config.frames_per_chunk, stage.frames // config.frames_per_chunk
+    batch = pool.random_clips(
+        stage.batch - rolled, stage.frames, generator, training.revisits
+    )  # fmt: skip
+    history = weight = None
+    if rolled:
+        own, drawn, known = rollouts.draw(rolled, generator)
+        history = torch.cat((batch.latents, drawn))
+        batch = batch.with_more(own)
+        weight = torch.ones(stage.batch, chunks, device=history.device)
+        weight[-rolled:] = torch.where(known, 1.0, training.invented)
     told = config.pose and training.pose
-    pose = training_pose(poses, config.grid[1], training.lost, generator) if told else None
-    return Clips(latents, keys, pose)
+    pose = training_pose(batch.poses, config.grid[1], training.lost, generator) if told else None
+    hidden = None
+    if training.gaps > 0:
+        hidden = draw_gaps(
+            batch.marks, chunks, per_chunk, training.gaps, training.context_chunks,
+            training.longest_gap, generator,
+        )  # fmt: skip
+    return Clips(batch.latents, batch.keys, pose, history, weight, hidden)
 
 
 def judge_step(
-    state: TrainState, stage: Stage, training: TransformerTraining, clean: torch.Tensor,
+    state: TrainState, stage: Stage, training: TransformerTraining, clips: Clips,
     out: torch.Tensor, stream: Stream, loss: torch.Tensor, step: int, seed: int,
 ) -> None:  # fmt: skip
     """Backward of the model, with the critic's gradient once it has learned a little; then the
     critic's own step on the same prediction. step: within the stage."""
-    per_chunk = state.model.config.frames_per_chunk
+    per_chunk, clean = state.model.config.frames_per_chunk, clips.latents.float()
     critic = state.need_critic(training.critic_lr, seed)
     counts = stream.judged[:, 1:].flatten().float()
+    context = context_of(clean, clips.keys, stream.trusted, per_chunk)
     critic.requires_grad_(False)
     if step < training.critic_warmup:
         loss.backward()
     else:
-        add_critic_gradient(critic, out, loss, clean, counts, stage.adversarial, per_chunk)
+        weight = sigma_weight(stream.sigma[:, per_chunk::per_chunk], training.sigma_floor)
+        add_critic_gradient(
+            critic, out, loss, clean, context, counts, weight.flatten(), stage.adversarial
+        )
     critic.requires_grad_(True)
-    fake, before = chunks_of(out.detach(), clean, per_chunk)
-    real, _ = chunks_of(clean, clean, per_chunk)
-    critic_loss(critic, real, fake, before, counts).backward()
+    real, fake = chunks_of(clean, per_chunk), chunks_of(out.detach(), per_chunk)
+    critic_loss(critic, real, fake, context, counts).backward()
     state.critic_adam.step()
     state.critic_adam.zero_grad(set_to_none=True)
+
+
+def refill_rollouts(
+    state: TrainState, rollouts: RolloutPool, pool: LatentPool, generator: torch.Generator, log: Log
+) -> None:
+    """New rollouts of what would ship now, when the old ones are used up; says what they are."""
+    if not rollouts.is_stale():
+        return
+    with failing_as("rollouts"):
+        facts = rollouts.refill(shipped_copy(state.average), pool, generator)
+    log.event("rollouts", step=state.step, **facts)
 
 
 def train_stage(
@@ -249,28 +184,32 @@ def train_stage(
     chooser = torch.Generator().manual_seed(seed + state.step)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    masks = Attention(attention, stage.frames, config, training, device)
+    masks = Attention(attention, stage, config, training, device)
+    rollouts = RolloutPool(training, stage.frames, seed) if stage.rolled > 0 else None
     tables = two_stream_tables(stage.frames, config, device)
     residual = torch.bfloat16 if on_gpu else torch.float32
-    tokens = 2 * stage.batch * stage.frames * config.tokens_per_frame
     end, first = time.monotonic() + seconds, state.step
-    last_time, last_step = time.monotonic(), state.step
+    pace = Pace(2 * stage.batch * stage.frames * config.tokens_per_frame, state.step)
     while time.monotonic() < end and state.step - first < training.max_steps:
         factor = rate_factor(state.step - state.runs[-1]["first_step"], run.fraction, training)
         for optimiser, peak in ((state.muon, training.muon_lr), (state.adam, training.adam_lr)):
             for group in optimiser.param_groups:
                 group["lr"] = peak * factor
-        clips = draw_clips(pool, stage, config, training, generator)
+        if rollouts is not None:
+            refill_rollouts(state, rollouts, pool, generator, log)
+        clips = draw_clips(pool, rollouts, stage, config, training, generator)
+        if masks.hidden is not None:
+            masks.hidden.set(clips.hidden)
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss, mse, out, stream = forward_loss(
                 state.model, clips, stage, tables, masks.pick(chooser), masks.full, training,
                 generator, residual, masks.rounds(chooser),
             )  # fmt: skip
             if stage.adversarial > 0:
-                judge_step(
-                    state, stage, training, clips.latents.float(), out, stream, loss,
-                    state.step - first, seed,
-                )  # fmt: skip
+                with failing_as("critic"):
+                    judge_step(
+                        state, stage, training, clips, out, stream, loss, state.step - first, seed
+                    )
             else:
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
@@ -281,18 +220,61 @@ def train_stage(
         state.update_average(training.ema)
         if state.step % training.log_every == 0 or state.step == first + 1:
             value = float(loss.detach())
-            now = time.monotonic()
-            rate = (state.step - last_step) / (now - last_time)
-            last_time, last_step = now, state.step
             log.event(
-                "transformer", step=state.step, frames=stage.frames, own=stage.own,
-                loss=round(value, 4), mse=round(float(mse), 4), steps_per_s=round(rate, 2),
-                tokens_per_s=round(rate * tokens), lr=round(training.muon_lr * factor, 5),
-                eta_s=round(run.left), **peak_memory(device),
+                "transformer", step=state.step, frames=stage.frames, gaps=training.gaps,
+                rolled=stage.rolled, critic=stage.adversarial, loss=round(value, 4),
+                mse=round(float(mse), 4), **pace.so_far(state.step),
+                lr=round(training.muon_lr * factor, 5), eta_s=round(run.left),
+                **peak_memory(device),
             )  # fmt: skip
             if not math.isfinite(value):
                 raise FloatingPointError(f"the loss is {value} at step {state.step}")
         after_step(state)
+
+
+class PartError(RuntimeError):
+    """A part of the recipe failed, without which training can go on."""
+
+    def __init__(self, part: str, error: Exception) -> None:
+        super().__init__(f"{part}: {error}")
+        self.part = part
+
+
+@contextlib.contextmanager
+def failing_as(part: str) -> Iterator[None]:
+    """Errors inside are those of a part, except too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise PartError(part, error) from error
+
+
+def lesser(
+    error: Exception, stage: Stage, training: TransformerTraining, attention: str, log: Log
+) -> tuple[Stage, TransformerTraining, str] | None:
+    """What to go on with after an error, said in the log: without the part that failed, or, where
+    the forward itself fails, without gaps, then without FlexAttention. None: nothing is left out.
+    """
+    reason = str(error)[:300]
+    part = error.part if isinstance(error, PartError) else ""
+    if part == "critic":
+        log.event("THE CRITIC FAILS; going on without it", reason=reason)
+        return replace(stage, adversarial=0.0), training, attention
+    if part == "rollouts":
+        log.event("ROLLOUTS FAIL; going on with histories made chunk by chunk", reason=reason)
+        return replace(stage, rolled=0.0, own=0.7), training, attention
+    if attention == "flex" and training.gaps > 0:
+        log.event("GAPS FAIL; going on without them", reason=reason)
+        return stage, replace(training, gaps=0.0), attention
+    if attention == "flex":
+        log.event("FLEX FAILS; going on with sdpa", reason=reason)
+        return stage, training, "sdpa"
+    if stage.own > 0:
+        log.event("OWN HISTORIES FAIL; going on without them", reason=reason)
+        return replace(stage, own=0.0, edges=0.0), training, attention
+    return None
 
 
 def train_transformer(
@@ -309,8 +291,8 @@ def train_transformer(
 ) -> str:
     """Runs the stages; returns the attention that was used. `pool` may grow before each.
 
-    When the critic, own histories or the compiled attention fail on this machine, says so and goes
-    on without.
+    When the critic, rollouts, gaps or the compiled attention fail on this machine, says so and
+    goes on without.
     """
     run = Budget(minutes)
     state.runs.append({"minutes": minutes, "first_step": state.step, "seed": seed})
@@ -338,19 +320,11 @@ def train_transformer(
                 torch.cuda.empty_cache()
             except (RuntimeError, TypeError) as error:
                 state.clear_gradients()
-                reason = str(error)[:300]
-                if stage.adversarial > 0:
-                    stage = replace(stage, adversarial=0.0)
-                    log.event("the critic fails; going on without it", reason=reason)
-                elif stage.own > 0:
-                    stage = replace(stage, own=0.0, edges=0.0)
-                    log.event("own histories fail; going on without them", reason=reason)
-                elif attention == "flex":
-                    attention = "sdpa"
-                    log.event("attention falls back to sdpa", reason=reason)
-                    set_compiled(state.model, False)
-                else:
+                left = lesser(error, stage, training, attention, log)
+                if left is None:
                     raise
+                stage, training, attention = left
+                set_compiled(state.model, compiled and attention == "flex")
     return attention
 
 
