@@ -157,7 +157,7 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
 
 def test_lpips_is_used_where_its_weights_are(monkeypatch):
     monkeypatch.setattr(learned, "missing_for_lpips", lambda: None)
-    monkeypatch.setattr(learned, "_load_lpips", lambda device: lambda x, y: (x - y).abs().mean())
+    monkeypatch.setattr(learned, "_network", lambda device: lambda x, y: (x - y).abs().mean())
     meter = LearnedMeter(None)
     frame = np.full((16, 16, 3), 255, np.uint8)
     meter.update(frame, frame // 255 * 0)

@@ -8,31 +8,52 @@ import logging
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from app.inspector.clips import Clip, ClipInfo
 from quantwm.metrics import FidelityMeter, divergence_frame, has_flow
 from quantwm.metrics.flow import SMALLEST as SMALLEST_FLOW
+from quantwm.metrics.learned import SMALLEST_LPIPS, load_lpips, missing_for_lpips
 from quantwm.metrics.ssim import WINDOW as SMALLEST_SSIM
 
 log = logging.getLogger("quantwm.app")
 
 IDENTICAL_DB = 99.0
 """Stands for the infinite PSNR of identical pictures, which JSON cannot carry."""
+STEPS = ("temporal", "temporal_reference", "excess", "warping", "warping_reference")
+"""Curves of steps between frames."""
 KEPT = 12
 """Clips whose curves are remembered; a page keeps three."""
 
 
 @dataclass
 class _Job:
-    """One clip's measurement. `frames` says how many are done; `failed` why no more will come."""
+    """One clip's measurement.
+
+    Attributes:
+        meters: lane -> its curves but LPIPS. frames: how many are done.
+        lpips: lane -> LPIPS by frame, measured when the others are there: it is much slower.
+        finished: whether anything more will come. failed: why nothing more will.
+    """
 
     clip: Clip
     meters: dict[str, FidelityMeter] = field(default_factory=dict)
     frames: int = 0
+    lpips: dict[str, list[float]] = field(default_factory=dict)
+    finished: bool = False
     failed: str = ""
     dropped: bool = False
+
+    def columns(self, lane: str) -> dict[str, list[float]]:
+        """Every curve of a lane, as far as it is measured."""
+        found = self.meters[lane].columns()
+        if self.lpips.get(lane):
+            found["lpips"] = self.lpips[lane]
+        return found
 
 
 class CurveJobs:
@@ -64,9 +85,9 @@ class CurveJobs:
         job = self._job(clip)
         if job is None:
             return {"done": True, "frames": 0, "reference": "", "lanes": {}, "note": ""}
-        lanes = {name: _finite(meter.columns()) for name, meter in job.meters.items()}
+        lanes = {name: _finite(job.columns(name)) for name in job.meters}
         return {
-            "done": job.frames == clip.info.frames or bool(job.failed),
+            "done": job.finished,
             "frames": job.frames,
             "reference": clip.info.lanes[0],
             "lanes": lanes,
@@ -78,12 +99,12 @@ class CurveJobs:
         """Every curve: a row a frame and lane. Steps (changes from the frame before) begin at 1."""
         job, out = self._job(clip), io.StringIO()
         rows = csv.writer(out)
-        names = list(FidelityMeter().__dataclass_fields__)
+        names = [*FidelityMeter().__dataclass_fields__, "lpips"]
         rows.writerow(["frame", "lane", "reference", *names])
-        for lane, meter in job.meters.items() if job else ():
-            columns = meter.columns()
+        for lane in job.meters if job else ():
+            columns = job.columns(lane)
             for frame in range(job.frames):
-                values = [_at(columns.get(name, []), frame, job.frames) for name in names]
+                values = [_at(columns.get(name, []), name, frame) for name in names]
                 rows.writerow([clip.info.first + frame, lane, clip.info.lanes[0], *values])
         return out.getvalue()
 
@@ -93,18 +114,51 @@ class CurveJobs:
 
 
 def _measure(job: _Job) -> None:
-    clip = job.clip
     try:
-        for frame in range(clip.info.frames):
-            if job.dropped or not clip.path.exists():
-                return
-            pictures = clip.read(frame, frame + 1)[0].copy()
-            for lane, meter in job.meters.items():
-                meter.update(pictures[clip.info.lanes.index(lane)], pictures[0])
-            job.frames = frame + 1
+        _measure_frames(job)
+        _measure_lpips(job)
     except Exception:
-        log.exception("the curves of %s ended", clip.info.title)
+        log.exception("the curves of %s ended", job.clip.info.title)
         job.failed = f"The curves end at frame {job.frames}: see the server's log."
+    job.finished = True
+
+
+def _measure_frames(job: _Job) -> None:
+    lanes = job.clip.info.lanes
+    for frame, pictures in _frames(job):
+        for lane, meter in job.meters.items():
+            meter.update(pictures[lanes.index(lane)], pictures[0])
+        job.frames = frame + 1
+
+
+def _measure_lpips(job: _Job) -> None:
+    lanes = job.clip.info.lanes
+    if _without_lpips(job.clip.info) or job.dropped:
+        return
+    distance = load_lpips("cpu")
+    job.lpips = {lane: [] for lane in job.meters}
+    for _, pictures in _frames(job):
+        for lane, values in job.lpips.items():
+            values.append(distance(pictures[lanes.index(lane)], pictures[0]))
+
+
+def _frames(job: _Job) -> Iterator[tuple[int, np.ndarray]]:
+    """The clip's frames with their numbers, [lanes, H, W, 3], until the job or clip is dropped."""
+    for frame in range(job.clip.info.frames):
+        if job.dropped or not job.clip.path.exists():
+            return
+        yield frame, job.clip.read(frame, frame + 1)[0].copy()
+
+
+def _without_lpips(info: ClipInfo) -> str:
+    """Why there is no LPIPS curve, a sentence; empty where there will be one."""
+    if len(info.lanes) < 2:
+        return "No LPIPS: it needs a second lane."
+    if min(info.size) < SMALLEST_LPIPS:
+        return f"No LPIPS: it needs pictures of at least {SMALLEST_LPIPS} pixels a side."
+    if missing_for_lpips() is not None:
+        return "No LPIPS: this server lacks torchmetrics, torchvision or AlexNet's weights."
+    return ""
 
 
 def _diverged(info: ClipInfo, job: _Job) -> dict[str, int]:
@@ -116,16 +170,14 @@ def _diverged(info: ClipInfo, job: _Job) -> dict[str, int]:
 
 
 def _note(info: ClipInfo) -> str:
-    return (
-        ""
-        if has_flow()
-        else "Flow-warping error needs OpenCV (pip install opencv-python-headless)."
-    )
+    """What is not measured and why."""
+    flow = "Flow-warping error needs OpenCV (pip install opencv-python-headless)."
+    return " ".join(filter(None, ("" if has_flow() else flow, _without_lpips(info))))
 
 
-def _at(values: list[float], frame: int, frames: int) -> str:
+def _at(values: list[float], name: str, frame: int) -> str:
     """A value as text. A curve of steps is one shorter and belongs to the later frame."""
-    index = frame - (frames - len(values)) if len(values) in (frames, frames - 1) else frame
+    index = frame - (name in STEPS)
     return f"{values[index]:.6g}" if 0 <= index < len(values) else ""
 
 

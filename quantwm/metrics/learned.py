@@ -6,6 +6,8 @@ Nothing is downloaded: a score whose weights are not on the machine is named as 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -13,8 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from quantwm.errors import UserError
 from quantwm.metrics.vbench import as_tensor, load_scores
 
+PairDistance = Callable[[np.ndarray, np.ndarray], float]
+"""Of a frame and a reference's frame, uint8 [H, W, 3] each."""
+SMALLEST_LPIPS = 32
+"""Pixels of the shorter side: below, AlexNet's last layers have nothing to look at."""
 LPIPS_FILE = "alexnet-owt-7be5be79.pth"
 """Torchvision's AlexNet; torchmetrics brings LPIPS's own heads."""
 
@@ -44,11 +51,11 @@ class LearnedMeter:
         self._device = device
         makers, self._missing = load_scores(models, device)
         self._pairs = {name: (make(), make()) for name, make in makers.items()}
-        self._lpips: Any = None
+        self._lpips: PairDistance | None = None
         self._distances: list[float] = []
         problem = missing_for_lpips()
         if problem is None:
-            self._lpips = _load_lpips(device)
+            self._lpips = load_lpips(device)
         else:
             self._missing.insert(0, problem)
 
@@ -60,7 +67,7 @@ class LearnedMeter:
             first.add(own)
             second.add(other)
         if self._lpips is not None:
-            self._distances.append(float(self._lpips(own / 127.5 - 1, other / 127.5 - 1)))
+            self._distances.append(self._lpips(frame, reference))
 
     def scores(self) -> tuple[dict[str, Any], list[str]]:
         """(score -> value, {"a", "b"} for VBench's; one line for each that is missing)."""
@@ -73,7 +80,27 @@ class LearnedMeter:
         return found, list(self._missing)
 
 
-def _load_lpips(device: torch.device | str) -> Any:
+def load_lpips(device: torch.device | str) -> PairDistance:
+    """LPIPS of two frames of at least SMALLEST_LPIPS pixels a side.
+
+    Raises:
+        UserError: something is missing; the line says what, as `missing_for_lpips` does.
+    """
+    problem = missing_for_lpips()
+    if problem is not None:
+        raise UserError(problem)
+    return partial(_distance, _network(device), device)
+
+
+@torch.no_grad()
+def _distance(
+    network: Any, device: torch.device | str, frame: np.ndarray, reference: np.ndarray
+) -> float:
+    own, other = (as_tensor(picture, device) / 127.5 - 1 for picture in (frame, reference))
+    return float(network(own, other))
+
+
+def _network(device: torch.device | str) -> Any:
     from torchmetrics.image.lpip import LearnedPerceptualImagePatchSimilarity
 
     return LearnedPerceptualImagePatchSimilarity(net_type="alex").to(device)

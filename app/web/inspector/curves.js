@@ -5,6 +5,7 @@ import { $, colour, input, make, options, out, title } from "./dom.js";
 export const CURVES = {
   psnr: ["PSNR to the reference", "dB", "Fidelity of every frame; 99 stands for identical. Once free-running lanes have parted, it says that they show different things, not how good they are."],
   ssim: ["SSIM to the reference", "", "11 x 11 Gaussian window, 1 is identical."],
+  lpips: ["LPIPS to the reference", "", "A learned distance (AlexNet), 0 is identical: nearer to what people see than PSNR."],
   excess: ["Excess flicker", "levels", "Mean |change of the lane - change of the reference| from one frame to the next: change that the reference does not have."],
   temporal: ["Change from frame to frame", "levels", "Mean |x(t) - x(t-1)|: motion and flicker together.", "temporal_reference"],
   warping: ["Flow-warping error", "levels", "What stays after the motion is taken out by optical flow, where the flow is sure.", "warping_reference"],
@@ -12,6 +13,7 @@ export const CURVES = {
   drift: ["Colour drift", "levels", "Distance of the mean colour from the first frame's.", "drift_reference"],
   colour: ["Colour difference", "levels", "Distance of mean colours, lane to reference."],
 };
+const STEPS = new Set(["excess", "temporal", "temporal_reference", "warping", "warping_reference"]);
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const PAD = { left: 46, right: 10, top: 8, bottom: 34 };
 
@@ -54,7 +56,10 @@ export class Curves {
     const there = new Set(Object.values(this.data.lanes).flatMap((lane) => Object.keys(lane)));
     options(input("curve"), Object.entries(CURVES).filter(([name]) => there.has(name)).map(([name, [label]]) => [name, label]));
     const share = Math.floor((100 * this.data.frames) / this.clip.frames);
-    out("curve-state").textContent = this.data.done ? this.data.note : "measuring " + share + " %";
+    out("curve-state").textContent = this.data.done ? this.data.note : share < 100 ? "measuring " + share + " %" : "measuring LPIPS";
+    const parted = Object.entries(this.data.diverged || {}).map(([lane, frame]) => title(lane) + " has parted from "
+      + title(this.data.reference) + " at frame " + (this.clip.info.first + frame));
+    out("parted").textContent = parted.length ? parted.join("; ") + ": PSNR after that is no measure of quality." : "";
   }
 
   // Lane -> values by frame; a curve of steps begins one frame later.
@@ -63,15 +68,14 @@ export class Curves {
     const found = [];
     for (const [lane, columns] of Object.entries(this.data.lanes)) {
       if (spec[3] && columns[spec[3]] && !found.some(([n]) => n === 0))
-        found.push([0, this.data.reference, this.aligned(columns[spec[3]])]);
-      if (columns[name]) found.push([this.clip.lanes.indexOf(lane), lane, this.aligned(columns[name])]);
+        found.push([0, this.data.reference, this.aligned(spec[3], columns[spec[3]])]);
+      if (columns[name]) found.push([this.clip.lanes.indexOf(lane), lane, this.aligned(name, columns[name])]);
     }
     return found;
   }
 
-  aligned(values) {
-    const late = Math.max(0, this.data.frames - values.length);
-    return late === 1 ? [null, ...values] : values;
+  aligned(name, values) {
+    return STEPS.has(name) ? [null, ...values] : values;
   }
 
   at(frame, loop) {
@@ -190,7 +194,7 @@ export class Curves {
     const rows = Object.entries(CURVES).map(([curve, [text, measure]]) => make("tr", {}, [
       make("th", { scope: "row", textContent: text + (measure ? ", " + measure : "") }),
       ...Object.values(this.data.lanes).map((columns) => {
-        const value = columns[curve] ? this.aligned(columns[curve])[this.frame] : null;
+        const value = columns[curve] ? this.aligned(curve, columns[curve])[this.frame] : null;
         return make("td", { textContent: value === null || value === undefined ? "\u2013"
           : curve === "psnr" && value >= 99 ? "identical" : value.toPrecision(4) });
       })]));

@@ -35,5 +35,5 @@ export function options(select, choices) {
 
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
 export const LANE_TITLES = { bf16: "BF16", qvg: "QVG", "qvg-pro": "QVG-Pro", quantwm: "QuantWM", qtc: "QTC",
-  kivi: "KIVI", rtn: "RTN" };
+  kivi: "KIVI", rtn: "RTN", "bf16-floor": "Noise floor" };
 export const title = (lane) => LANE_TITLES[lane] || lane;

@@ -20,7 +20,7 @@ export function showLoupe(clip, lanes, x, y, frame) {
   }));
 }
 
-function pixel(picture, x, y) {
+export function pixel(picture, x, y) {
   const i = (y * picture.width + x) * 4;
   return [picture.data[i], picture.data[i + 1], picture.data[i + 2]];
 }

@@ -2,7 +2,7 @@
 import { $, input, make, options, out, segments, title } from "./dom.js";
 import { Clip, Server } from "./data.js";
 import { Panes } from "./panes.js";
-import { showLoupe } from "./loupe.js";
+import { pixel, showLoupe } from "./loupe.js";
 import { Curves } from "./curves.js";
 import { Slices } from "./slices.js";
 import { Tokens } from "./tokens.js";
@@ -10,6 +10,15 @@ import { change, channels, excess, signed, wiped } from "./pixels.js";
 
 const VIEWS = [["side", "Side by side"], ["wipe", "Wipe"], ["blink", "Blink"], ["difference", "Difference"], ["change", "Change in time"]];
 const TOOLS = [["pan", "Move"], ["slice", "Slice"], ["patch", "Patch"]];
+const HELP = {
+  side: () => "", wipe: () => "Left of the border A, right of it B; drag the border in the picture.",
+  blink: () => "A and B take turns in one place once Blink is ticked: what differs moves.",
+  difference: () => input("colours").value === "signed"
+    ? "Grey: equal. Red: brighter than the reference, blue: darker, full colour at " + (255 / gain()).toFixed(0) + " levels."
+    : "Middle grey: equal. Every channel shows its own difference, " + gain() + " times.",
+  change: () => "Black: " + (input("change").value === "own" ? "no change since the frame before"
+    : "no change that the reference does not have") + "; orange, then white at " + (255 / gain()).toFixed(0) + " levels.",
+};
 const WITH = { wipe: ["pair", "wipe"], blink: ["pair", "blink"], difference: ["gain", "colours"], change: ["gain", "change"], side: [] };
 const asked = new URLSearchParams(location.hash.slice(1));
 const server = new Server(asked.get("session") || "");
@@ -19,6 +28,11 @@ const panes = new Panes($(".panes"), {
   pointed: (x, y) => point(x, y),
   lined: (...line) => slice(line),
   picked: (x, y) => tokens.ask(x, y, state.frame),
+  dragged: (x) => {
+    if (state.view !== "wipe") return;
+    input("wipe").value = Math.round((100 * (x + 0.5)) / state.clip.info.size[0]);
+    draw();
+  },
 });
 const curves = new Curves((frame) => seek(frame));
 const slices = new Slices((frame) => seek(frame));
@@ -27,9 +41,15 @@ const tokens = new Tokens(server, panes, async () => {
   seek(state.clip.frames - 1);
 });
 const setView = segments("view", VIEWS, (view) => { state.view = view; arrange(); });
-const setTool = segments("tool", TOOLS, (tool) => { panes.tool = tool; });
+const setTool = segments("tool", TOOLS, (tool) => choose(tool));
 setView("side");
-setTool("pan");
+choose("pan");
+
+function choose(tool) {
+  setTool(tool);
+  panes.tool = tool;
+  panes.draw();
+}
 
 // Sources ------------------------------------------------------------------------------------
 async function open(work) {
@@ -55,6 +75,8 @@ async function open(work) {
     slices.open(state.clip);
     curves.open(state.clip);
     tokens.open(state.clip);
+    $('label:has(input[value="patch"])').hidden = !info.live; // only a run that goes on has queries
+    if (!info.live && panes.tool === "patch") choose("pan");
     arrange();
     slices.show(slices.typed()).catch((error) => complain(error.message));
     say(info.title + " is open.");
@@ -85,13 +107,16 @@ function arrange() {
   draw();
 }
 
+const gain = () => 2 ** Number(input("gain").value);
+
 function draw() {
   const clip = state.clip;
   if (!clip) return;
   const t = state.frame;
   const at = (lane, when = t) => clip.frame(lane, Math.max(when, 0));
-  const gain = 2 ** Number(input("gain").value);
-  out("gain").textContent = gain + "\u00d7";
+  out("gain").textContent = gain() + "\u00d7";
+  input("gain").setAttribute("aria-valuetext", gain() + " times");
+  out("view-help").textContent = HELP[state.view]();
   const a = Number(input("a").value), b = Number(input("b").value);
   const every = clip.lanes.map((_, lane) => at(lane));
   const views = {
@@ -107,21 +132,23 @@ function draw() {
     difference: () => {
       const paint = input("colours").value === "signed" ? signed : channels;
       const others = clip.lanes.length > 1 ? every.slice(1) : every;
-      return [others.map((picture) => picture && every[0] && paint(picture, every[0], gain)), []];
+      return [others.map((picture) => picture && every[0] && paint(picture, every[0], gain())), []];
     },
     change: () => {
       const before = clip.lanes.map((_, lane) => at(lane, t - 1));
       const own = input("change").value === "own";
       return [every.map((picture, n) => {
         if (!picture || !before[n] || !every[0] || !before[0]) return null;
-        return own ? change(picture, before[n], gain) : excess(picture, before[n], every[0], before[0], gain);
+        return own ? change(picture, before[n], gain()) : excess(picture, before[n], every[0], before[0], gain());
       }), []];
     },
   };
   panes.show(...views[state.view]());
   clip.ahead(t, state.playing ? 3 : 1);
+  const place = "frame " + (clip.info.first + t) + ", " + (t / clip.info.fps).toFixed(2) + " s";
   input("frame").value = t;
-  out("frame").textContent = "frame " + (clip.info.first + t) + ", " + (t / clip.info.fps).toFixed(2) + " s" + (state.loop ? ", loop" : "");
+  input("frame").setAttribute("aria-valuetext", place);
+  out("frame").textContent = place + (state.loop ? ", loop" : "");
   if (state.cross) showLoupe(clip, every, ...state.cross, clip.info.first + t);
 }
 
@@ -230,8 +257,8 @@ const actions = {
   in: () => loop("in"),
   out: () => loop("out"),
   whole: () => { state.loop = null; seek(state.frame); },
-  larger: () => panes.zoomBy(1.5),
-  smaller: () => panes.zoomBy(1 / 1.5),
+  larger: () => panes.zoomBy(1.5, ...(state.cross || [])),
+  smaller: () => panes.zoomBy(1 / 1.5, ...(state.cross || [])),
   fit: () => panes.zoomBy(1 / 32),
   save: savePicture,
 };
@@ -266,18 +293,23 @@ document.addEventListener("keydown", (event) => {
   if (KEYS[event.key]) KEYS[event.key]();
   else if (event.key === " " && !event.target.matches("button, input, a")) actions.play();
   else if (view && !event.target.matches("input[type=range]")) { setView(view[0]); state.view = view[0]; arrange(); }
-  else if (arrows && inPanes) move(arrows);
+  else if (arrows && inPanes) move(arrows, event.shiftKey ? 10 : 1);
   else if (arrows && event.target.matches(".plot")) stepBy(arrows[0] || -arrows[1]);
   else if (event.key === "Enter" && inPanes && panes.tool === "patch" && state.cross) tokens.ask(...state.cross, state.frame);
   else return;
   event.preventDefault();
 });
 
-function move([dx, dy]) {
+function move([dx, dy], step) {
   const [width, height] = state.clip.info.size;
   const [x, y] = state.cross || [width >> 1, height >> 1];
-  point(Math.min(Math.max(x + dx, 0), width - 1), Math.min(Math.max(y + dy, 0), height - 1));
-  say("Pixel " + state.cross.join(", "));
+  point(Math.min(Math.max(x + step * dx, 0), width - 1), Math.min(Math.max(y + step * dy, 0), height - 1));
+  panes.reveal(...state.cross);
+  const [column, row] = state.cross;
+  say("Pixel " + column + ", " + row + ": " + state.clip.lanes.map((lane, number) => {
+    const picture = state.clip.frame(number, state.frame);
+    return title(lane) + " " + (picture ? pixel(picture, column, row).join(" ") : "on the way");
+  }).join("; "));
 }
 
 // Beginning ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ const MOST_ZOOM = 32;
 export class Panes {
   constructor(holder, does) {
     this.holder = holder;
-    this.does = does; // { pointed(x, y), lined(x0, y0, x1, y1), picked(x, y), moved() }
+    this.does = does; // { pointed(x, y), lined(x0, y0, x1, y1), picked(x, y), dragged(x) }
     this.zoom = 1;
     this.centre = null;
     this.tool = "pan";
@@ -61,6 +61,8 @@ export class Panes {
       const wide = Math.max(1, Math.round(canvas.clientWidth * devicePixelRatio));
       const high = Math.max(1, Math.round((wide * height) / width));
       if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
+      // A finger scrolls the page where there is nothing that it could move.
+      canvas.style.touchAction = this.zoom === 1 && this.tool !== "slice" ? "pan-y" : "none";
       const context = canvas.getContext("2d");
       context.imageSmoothingEnabled = false;
       const [left, top, seenWide, seenHigh] = this.seen();
@@ -116,6 +118,15 @@ export class Panes {
     this.draw();
   }
 
+  // Moves the zoomed pictures as far as it takes to show a pixel.
+  reveal(x, y) {
+    const [left, top, wide, high] = this.seen();
+    const into = (centre, place, start, length) =>
+      centre + Math.min(0, place - start) + Math.max(0, place + 1 - (start + length));
+    this.centre = [into(this.centre[0], x, left, wide), into(this.centre[1], y, top, high)];
+    this.draw();
+  }
+
   place(event, canvas) {
     const [left, top, wide, high] = this.seen();
     const box = canvas.getBoundingClientRect();
@@ -138,7 +149,8 @@ export class Panes {
       this.does.pointed(...pixel);
       if (!from) return;
       if (this.tool === "slice") this.line = [...from.pixel, ...pixel];
-      if (this.tool === "pan") {
+      if (this.tool === "pan" && this.zoom === 1) this.does.dragged(pixel[0]); // nothing to move
+      else if (this.tool === "pan") {
         const scale = this.size[0] / this.zoom / canvas.getBoundingClientRect().width;
         this.centre = [from.centre[0] - (event.clientX - from.client[0]) * scale,
           from.centre[1] - (event.clientY - from.client[1]) * scale];
