@@ -1,0 +1,156 @@
+"""Gaps, the pool of rollouts, and the measurement of returns."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from quantwm.errors import UserError
+from quantwm.worlds.embedded.config import PRESETS
+from quantwm.worlds.embedded.transformer import Transformer
+from training.data import LatentPool
+from training.evaluate import EvaluationConfig, choose_returns
+from training.gaps import draw_gaps
+from training.losses import RolloutConfig, Stage, TransformerTraining
+from training.progress import Log
+from training.revisits import find_revisits
+from training.rollout import roll_out
+from training.rollout_pool import RolloutPool, known_chunks
+from training.train_transformer import PartError, draw_clips, failing_as, lesser
+
+CONFIG = PRESETS["tiny"].transformer
+FRAMES, CHUNK = 32, 4
+
+
+def rng(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    model = Transformer(CONFIG).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Three episodes that turn left without end: every frame 48 or more is a revisit."""
+    length = 80
+    latents = torch.randn(3, length, *CONFIG.latent_shape, generator=rng(1))
+    keys = torch.zeros(3, length, 6, dtype=torch.uint8)
+    poses = torch.zeros(3, length, 3)
+    poses[..., 0] = torch.arange(length) * (2 * math.pi / 48)
+    return LatentPool(latents, keys, poses)
+
+
+def training(**changes):
+    rollouts = RolloutConfig(clips=4, uses=2, busy=1.0, longest_context=5)
+    return TransformerTraining(context_chunks=2, rollouts=rollouts, **changes)
+
+
+def test_gaps_leave_the_context_and_end_with_the_revisit():
+    marks = torch.full((4000, 2), -1)
+    marks[:2000] = torch.tensor([90, 21])  # chunk 22 shows again what chunk 5 showed
+    gaps = draw_gaps(marks, 32, CHUNK, 0.5, 4, 16, rng(2))
+    assert not gaps[:, :4].any()
+    share = gaps.any(dim=1).float().mean()
+    assert 0.45 < float(share) < 0.55
+    placed = gaps[:2000][gaps[:2000].any(dim=1)]
+    assert placed[:, 22].all() and not placed[:, :6].any()
+    lengths = gaps[2000:].sum(dim=1)
+    assert int(lengths.max()) <= 20 and set(range(2, 17)) <= set(lengths.tolist())
+    ends = gaps[2000:, -1].float().mean()
+    assert 0 < float(ends) < 0.2
+
+
+def test_gaps_need_room_and_none_are_drawn_at_share_zero():
+    marks = torch.full((64, 2), -1)
+    assert not draw_gaps(marks, 4, CHUNK, 1.0, 4, 16, rng()).any()
+    assert not draw_gaps(marks, 16, CHUNK, 0.0, 4, 16, rng()).any()
+    assert draw_gaps(marks, 6, CHUNK, 1.0, 4, 16, rng()).any(dim=1).all()
+
+
+def test_what_no_true_frame_showed_is_not_known():
+    poses = torch.zeros(2, FRAMES, 3)
+    poses[:, :, 0] = torch.arange(FRAMES) * (2 * math.pi / FRAMES)
+    poses[1, 16:, 1] = 500.0  # the second clip is elsewhere from its middle on
+    known = known_chunks(poses, torch.tensor([2, 8]), CHUNK)
+    assert known[0].tolist() == [True] * 3 + [False] * 4 + [True]
+    assert known[1].all()
+    assert known_chunks(poses, torch.tensor([2, 4]), CHUNK)[1, 4:].tolist() == [False] * 4
+
+
+def test_rollouts_of_each_clip_start_after_its_own_context(model, pool):
+    clips = pool.random_clips(2, FRAMES, rng(3))
+    both = roll_out(model, clips.latents, clips.keys, torch.tensor([2, 5]), 2, 3.0, 7, False)
+    alone = roll_out(model, clips.latents, clips.keys, 2, 2, 3.0, 7, False)
+    changed = (both != clips.latents).flatten(2).any(dim=2)
+    assert changed.sum(dim=1).tolist() == [FRAMES - 8, FRAMES - 20]
+    torch.testing.assert_close(both[0], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_pool_gives_drifted_histories_of_true_clips_and_is_refilled_when_used(model, pool):
+    rollouts = RolloutPool(training(), FRAMES, seed=1)
+    assert rollouts.is_stale()
+    facts = rollouts.refill(model, pool, rng(4))
+    assert not rollouts.is_stale() and facts["invented_mse"] >= 0 and facts["edges"] > 0
+    clips, drawn, known = rollouts.draw(8, rng(5))
+    assert rollouts.is_stale() and known.shape == (8, FRAMES // CHUNK)
+    kept = (drawn == clips.latents).flatten(2).all(dim=2)
+    assert kept[:, :8].all() and not kept[:, 20:].any()
+
+
+def test_a_step_sees_rollouts_for_its_share_and_weighs_what_they_invented(model, pool):
+    settings = training(gaps=1.0, invented=0.25)
+    stage = Stage(FRAMES, 4, 1.0, rolled=0.5)
+    rollouts = RolloutPool(settings, FRAMES, seed=1)
+    rollouts.refill(model, pool, rng(4))
+    clips = draw_clips(pool, rollouts, stage, CONFIG, settings, rng(6))
+    same = (clips.history == clips.latents).flatten(1).all(dim=1)
+    assert same.tolist() == [True, True, False, False]
+    assert (clips.weight[:2] == 1).all() and set(clips.weight.unique().tolist()) <= {0.25, 1.0}
+    assert clips.hidden.any(dim=1).all() and not clips.hidden[:, :2].any()
+    plain = draw_clips(pool, None, Stage(FRAMES, 4, 1.0), CONFIG, training(gaps=0.0), rng(6))
+    assert plain.history is None and plain.weight is None and plain.hidden is None
+
+
+def test_returns_are_clips_whose_context_ends_with_the_first_visit(pool):
+    config = EvaluationConfig(return_frames=64, return_after=40)
+    revisits = find_revisits(pool.poses)
+    chosen = choose_returns(revisits, 80, 16, 64, config)
+    episode, frame, first = chosen.unbind(dim=1)
+    assert set(episode.tolist()) == {0, 1, 2} and len(chosen) <= 9
+    assert (first >= 0).all() and (first + 64 <= 80).all() and (frame - first <= 60).all()
+    assert ((frame - 48 - first) <= 16).all()
+    assert len(choose_returns(revisits, 80, 16, 40, config)) == 0
+
+
+def test_what_fails_is_left_out_one_by_one_and_said(tmp_path):
+    log = Log(tmp_path / "log.jsonl")
+    stage, settings = Stage(FRAMES, 4, 1.0, rolled=0.5, adversarial=1.0), training()
+    with pytest.raises(PartError) as critic, failing_as("critic"):
+        raise RuntimeError("no kernel")
+    with pytest.raises(PartError) as rolled, failing_as("rollouts"):
+        raise TypeError("no kernel")
+    with pytest.raises(torch.OutOfMemoryError), failing_as("critic"):
+        raise torch.OutOfMemoryError("full")
+    plain = RuntimeError("no kernel")
+    assert lesser(critic.value, stage, settings, "flex", log)[0].adversarial == 0
+    without = lesser(rolled.value, stage, settings, "flex", log)[0]
+    assert without.rolled == 0 and without.own > 0
+    assert lesser(plain, stage, settings, "flex", log)[1].gaps == 0
+    _, kept, attention = lesser(plain, stage, training(gaps=0.0), "flex", log)
+    assert attention == "sdpa" and kept.gaps == 0
+    assert lesser(plain, Stage(FRAMES, 4, 1.0), settings, "sdpa", log) is None
+    said = (tmp_path / "log.jsonl").read_text()
+    assert all(word in said for word in ("CRITIC FAILS", "ROLLOUTS FAIL", "GAPS FAIL", "FLEX FAIL"))
+
+
+def test_clips_longer_than_episodes_are_refused(pool):
+    with pytest.raises(UserError, match="at least as long"):
+        pool.random_clips(1, 96, rng())
