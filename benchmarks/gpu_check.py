@@ -22,14 +22,17 @@ import torch
 from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
+from benchmarks.agreement_groups import agree_groups
+from benchmarks.agreement_subspace import agree_subspace
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
 from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import device_named, hardware
-from kernels import fused
+from kernels import fused, subspace
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
-from quantwm.cache.formats import QueryGuide
+from quantwm.cache.formats import QueryGuide, takes
+from quantwm.cache.formats.base import Fusible
 
 FULL_SIZE = (40, 4680, 128, 256, 64, 8)  # heads, tokens, head dim, centroids, group size, rank
 ODD_SIZES = (
@@ -180,6 +183,12 @@ def check_fused(device: torch.device) -> None:
         agree_fused(device, *shape)
 
 
+def check_subspace(device: torch.device) -> None:
+    """Leading directions of all layers and heads in one launch, against an eigensolver."""
+    for problems, head_dim, rank in ((360, 128, 8), (30, 64, 4), (48, 256, 8), (40, 128, 24)):
+        agree_subspace(subspace, problems, head_dim, rank, device)
+
+
 def check_staged(device: torch.device) -> None:
     """The scratch of an attention against the history decoded alone."""
     generator = torch.Generator(device).manual_seed(4)
@@ -203,6 +212,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     **{"odd-size " + "x".join(map(str, s)): partial(check_odd_size, shape=s) for s in ODD_SIZES},
     "fused": check_fused,
     "staged": check_staged,
+    "subspace": check_subspace,
     "passes": check_passes,
     "bit-equal": check_two_runs_are_bit_equal,
     "host-syncs": check_one_sync_a_chunk,

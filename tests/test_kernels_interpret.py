@@ -20,11 +20,14 @@ def _versions(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-@pytest.mark.skipif(
+INTERPRETABLE = pytest.mark.skipif(
     _versions(triton.__version__) < (3, 7) and _versions(numpy.__version__) >= (2, 4),
     reason=f"the interpreter of triton {triton.__version__} cannot loop to a runtime bound with "
     f"numpy {numpy.__version__} (2.4 or newer)",
 )
+
+
+@INTERPRETABLE
 def test_kernels_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}

@@ -208,6 +208,20 @@ def pass_kernels(device: torch.device) -> ModuleType | None:
     return passes
 
 
+def subspace_kernel(
+    device: torch.device, head_dim: int, rank: int, directions: int
+) -> ModuleType | None:
+    """The kernel that finds PSAC's bases; None where the PyTorch code of subspace.py does."""
+    if not isinstance(ops_for(device), TritonOps):
+        return None
+    from kernels import subspace, tuning
+
+    if (head_dim, directions) not in tuning.SUBSPACE:
+        note_fallback(f"no kernel finds PSAC's bases of rank {rank} at head dim {head_dim}")
+        return None
+    return subspace
+
+
 # --- Triton wiring: the one place that imports `kernels` ---------------------------------------
 
 

@@ -15,6 +15,9 @@ GROUP_BYTES = 32 << 20
 
 def moment(q: Tensor) -> Tensor:
     """Sum of q q^T over tokens. q: [H, N, D] -> float32 [H, D, D] (QuantWM Eq. 6, unnormalised)."""
+    if q.is_cuda and q.dtype == torch.bfloat16:
+        # Products of BF16 numbers are exact in float32, so the tensor cores lose nothing.
+        return torch.bmm(q.transpose(1, 2), q, out_dtype=torch.float32)
     q = q.float()
     return torch.bmm(q.transpose(1, 2), q)
 
@@ -67,13 +70,13 @@ class QueryStatistics:
         grown = self._grown_triangles(pending, tokens) if self.compact else None
         if grown is None and self.moments is None:
             self.moments = torch.zeros(self._shape, device=self._device)
+        sums = [] if grown is not None else [self.moments[slot] for slot in pending]
 
         def commit() -> None:
             if grown is not None:
                 self.moments, self.largest = grown
             else:
-                for slot, added in pending.items():
-                    self.moments[slot].add_(added)  # += would copy the sum onto itself
+                torch._foreach_add_(sums, list(pending.values()))  # in a few launches
             self.count += tokens
 
         return commit

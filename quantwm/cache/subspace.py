@@ -1,15 +1,19 @@
 """Leading eigenvectors of many symmetric matrices at once, without waiting for the device.
 
 Block subspace iteration: Y = M M Q, orthonormalised, some times over; then the small eigenproblem
-Q^T M Q is solved by Jacobi rotations and Q turned by its solution (Rayleigh-Ritz). Every step is a
-product or an elementwise operation of fixed shape over all layers and heads together. A library's
-eigensolver reads back whether it converged: 61 ms for 10 layers x 3 heads of 128 on one H200.
+Q^T M Q is solved by Jacobi rotations and Q turned by its solution (Rayleigh-Ritz). On a GPU one
+kernel does it for all layers and heads (`kernels/subspace.py`). Elsewhere every step is a product
+or an elementwise operation of fixed shape over all of them together, some 1,500 launches. A
+library's eigensolver reads back whether it converged: 61 ms for 10 layers x 3 heads of 128 on one
+H200.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from quantwm.cache.dispatch import subspace_kernel
 
 OVERSAMPLED = 8
 """Directions iterated beside the wanted ones. Their error shrinks by lambda_(block + 1) /
@@ -32,6 +36,11 @@ RESTART = 1e-3
 """Weight of fixed directions in a warm start, so that a head that had no queries finds some."""
 
 
+BLOCKS = (16, 32)
+"""Directions that are iterated together, for what the kernel keeps in registers; beyond, as many
+as are wanted and `OVERSAMPLED` more."""
+
+
 def leading(moments: Tensor, rank: int, start: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `rank` leading eigenvectors and eigenvalues. moments: float32 [..., D, D], symmetric.
 
@@ -41,21 +50,46 @@ def leading(moments: Tensor, rank: int, start: Tensor | None = None) -> tuple[Te
     """
     shape, size = moments.shape[:-2], moments.shape[-1]
     moments = moments.reshape(-1, size, size)
-    block = min(size, rank + OVERSAMPLED)
-    q = _fixed_directions(size, block, moments.device).expand(len(moments), -1, -1)
+    block = min(size, directions_for(rank))
+    fixed = _fixed_directions(size, block, moments.device)
     if start is not None:
-        known = start.reshape(-1, size, start.shape[-1])[..., :block].to(moments.dtype)
-        q = torch.cat((known + RESTART * q[..., : known.shape[-1]], q[..., known.shape[-1] :]), -1)
-    for _ in range(COLD_STEPS if start is None else WARM_STEPS):
-        q = torch.bmm(moments, torch.bmm(moments, q))
+        start = start.reshape(-1, size, start.shape[-1])[..., :block]
+    steps = COLD_STEPS if start is None else WARM_STEPS
+    kernel = subspace_kernel(moments.device, size, rank, block)
+    if kernel is None:
+        vectors, values = _iterated(moments, rank, start, fixed, steps)
+    else:
+        limits = (RESTART, TINY, EXPLAINED)
+        known = None if start is None else start.contiguous()
+        given = (moments.contiguous(), rank, known, fixed, steps, SWEEPS)
+        vectors, values = kernel.leading(*given, *limits)
+    return vectors.reshape(*shape, size, rank), values.reshape(*shape, rank)
+
+
+def directions_for(rank: int) -> int:
+    """How many are iterated for so many wanted ones."""
+    wanted = rank + OVERSAMPLED
+    return next((block for block in BLOCKS if block >= wanted), wanted)
+
+
+def _iterated(
+    moments: Tensor, rank: int, start: Tensor | None, fixed: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, in PyTorch. moments: [P, D, D]; start: [P, D, any] or None."""
+    trace = moments.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None]
+    # Products of the matrix over its trace, so that no power of it leaves float32.
+    over = torch.where(trace > 0, 1 / trace.clamp(min=TINY), 0.0)
+    q = fixed.expand(len(moments), -1, -1)
+    if start is not None:
+        known = start.to(moments.dtype) + RESTART * q[..., : start.shape[-1]]
+        q = torch.cat((known, q[..., start.shape[-1] :]), -1)
+    for _ in range(steps):
+        q = torch.bmm(moments, torch.bmm(moments, q) * over) * over
         q = orthonormal(torch.nn.functional.normalize(q, dim=1, eps=TINY))
     q = orthonormal(q)  # twice: what one pass leaves between nearly parallel columns
-    turn, values = small_eigh(torch.bmm(q.transpose(1, 2), torch.bmm(moments, q)))
+    turn, values = small_eigh(torch.bmm(q.transpose(1, 2), torch.bmm(moments, q) * over))
     vectors = torch.bmm(q, turn[..., :rank])
-    return (
-        vectors.reshape(*shape, size, rank),
-        values[..., :rank].clamp(min=0).reshape(*shape, rank),
-    )
+    return vectors, (values[..., :rank] * trace[..., 0]).clamp(min=0)
 
 
 def _fixed_directions(size: int, count: int, device: torch.device) -> Tensor:

@@ -1,0 +1,48 @@
+"""The kernel of leading eigenvectors in Triton's interpreter; test_subspace_kernel.py runs it.
+
+Not collected by name: TRITON_INTERPRET=1 must be set before triton is imported, so this runs in
+a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.agreement import Disagreement
+from benchmarks.agreement_subspace import agree_subspace, made_moments
+from benchmarks.guards import guarded_allocations
+from kernels import subspace
+
+
+def test_interpreting() -> None:
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.parametrize(("head_dim", "rank"), [(64, 3), (128, 8), (64, 9)])
+def test_agrees_with_an_eigensolver(head_dim: int, rank: int) -> None:
+    with guarded_allocations():
+        agree_subspace(subspace, 2, head_dim, rank, "cpu", runs=1)
+
+
+def test_wrong_directions_are_noticed() -> None:
+    def stale(moments: torch.Tensor, rank: int, *given: object) -> tuple[torch.Tensor, ...]:
+        vectors, values = subspace.leading(moments, rank, *given)
+        return vectors.roll(1, 1), values
+
+    with pytest.raises(Disagreement):
+        agree_subspace(SimpleNamespace(leading=stale), 2, 64, 2, "cpu", runs=1)
+
+
+def test_what_it_does_not_cover_is_refused() -> None:
+    moments = made_moments(1, 64, "cpu")
+    limits = (4, 3, 1e-3, 1e-30, 1e-6)
+    with pytest.raises(ValueError, match="no kernel: 24 directions"):
+        subspace.leading(moments, 8, None, torch.zeros(64, 24), *limits)
+    with pytest.raises(ValueError, match="17 known ones"):
+        subspace.leading(moments, 8, torch.zeros(1, 64, 17), torch.zeros(64, 16), *limits)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        subspace.leading(moments.transpose(1, 2), 8, None, torch.zeros(64, 16), *limits)

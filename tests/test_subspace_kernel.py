@@ -1,0 +1,94 @@
+"""The kernel of leading eigenvectors: in the interpreter, compiled for sm_90, on a GPU, taken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from benchmarks.agreement_subspace import agree_subspace  # noqa: E402
+from kernels import subspace as kernel  # noqa: E402
+from kernels import tuning  # noqa: E402
+from quantwm.cache import dispatch, subspace  # noqa: E402
+from tests.test_kernels_compile import (  # noqa: E402
+    REGISTER_LIMIT,
+    SHARED_LIMIT,
+    Launched,
+    Recorder,
+    compile_launch,
+)
+from tests.test_kernels_interpret import INTERPRETABLE  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@INTERPRETABLE
+def test_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
+    run = subprocess.run(
+        [*command, "tests/interpret_subspace.py"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout, run.stdout[-2000:]
+
+
+@pytest.mark.parametrize(("head_dim", "rank"), [(64, 4), (128, 8), (256, 8), (128, 24)])
+def test_compiles_without_spills(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int, rank: int
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches: list[Launched] = []
+    monkeypatch.setattr(kernel, "leading_kernel", Recorder(kernel.leading_kernel, launches))
+    moments, fixed = (
+        torch.zeros(2, head_dim, head_dim),
+        torch.zeros(head_dim, subspace.directions_for(rank)),
+    )
+    start = torch.zeros(2, head_dim, rank, dtype=torch.bfloat16)
+    kernel.leading(moments, rank, start, fixed, 4, 3, 1e-3, 1e-30, 1e-6)
+    compiled, used = compile_launch(launches[0])
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    assert used["REG"] <= REGISTER_LIMIT and compiled.metadata.shared <= SHARED_LIMIT
+    assert "steps" in {p.name for p in launches[0].kernel.params if p.do_not_specialize}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rank", [4, 8, 24])
+def test_on_a_gpu(rank: int) -> None:
+    agree_subspace(kernel, 360, 128, rank, torch.device("cuda"))
+
+
+def test_is_taken_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it is not to be had, `explain` says so."""
+    asked: list[Any] = []
+
+    def leading(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(given)
+        return subspace._iterated(*given[:5])
+
+    monkeypatch.setattr(dispatch, "_notes", {})
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: (object.__new__(dispatch.TritonOps), ""))
+    monkeypatch.setattr(kernel, "leading", leading)
+    moments = torch.diag_embed(torch.arange(64.0)).expand(3, 2, 64, 64)
+    vectors, values = subspace.leading(moments, 4)
+    assert vectors.shape == (3, 2, 64, 4) and values[2, 1].tolist() == pytest.approx(
+        [63, 62, 61, 60], rel=0.01
+    )
+    assert asked[0][0].is_contiguous() and asked[0][2] is None
+    subspace.leading(moments, 4, vectors.to(torch.bfloat16))
+    assert asked[1][2].shape == (6, 64, 4) and asked[1][4] == subspace.WARM_STEPS
+    subspace.leading(moments, 40)
+    assert len(asked) == 2
+    assert dispatch._notes == {"no kernel finds PSAC's bases of rank 40 at head dim 64": None}
+
+
+def test_every_row_is_of_a_block_that_is_iterated() -> None:
+    assert {block for _, block in tuning.SUBSPACE} == set(subspace.BLOCKS)
