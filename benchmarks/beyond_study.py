@@ -1,49 +1,76 @@
-"""What every method does to recorded q, k, v, chunk by chunk: cold start and long run apart."""
+"""Every method over recorded q, k, v: three budgets, half-measures, one ingredient left out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from quantwm.cache import CachePolicy, KVCache, make_format
-from quantwm.cache.formats import FORMATS, split_method
-from quantwm.cache.score_correction import ScoreCorrection
+from quantwm.cache.formats import FORMATS, make_format, split_method
 from quantwm.engine import Engine
 from quantwm.lanes import lanes_for
 from quantwm.report.jobs import script
-from quantwm.report.numbers import mean_of
 from quantwm.report.scale import SCRIPTS
-from quantwm.study import compare_reads, relative_error, study_spec
-from quantwm.tensor_files import PARTS, TensorRecorder, load_tensors
+from quantwm.study import study
+from quantwm.tensor_files import TensorRecorder, load_tensors
 from quantwm.worlds.base import World
 
-METHODS = (
-    "rtn", "kivi", "qvg", "qvg-pro", "quantwm", "qtc:small", "qtc", "qtc:large",
-    "quantwm:psac=false", "quantwm:clip=0.7",
-    "qtc:without-unrotation", "qtc:without-queries", "qtc:without-averaging", "qtc:without-bases",
-    "rtn+bias", "qvg+bias", "quantwm+bias", "qtc+bias",
-    "qtc:without-gains", "qtc:without-means", "qtc:by-attention", "qtc:by-output",
-)  # fmt: skip
-"""All caches at their budgets; what of QuantWM can be had alone; scores corrected for noise
-("+bias"); qtc without one ingredient."""
-BIAS = "+bias"
+BUDGETS = {
+    "rtn": ("rtn:group_size=128", "rtn", "rtn:group_size=32"),
+    "kivi": ("kivi:group_size=128", "kivi:group_size=64", "kivi"),
+    "qvg": ("qvg:centroids=16,group_size=128", "qvg:centroids=32", "qvg"),
+    "qvg-pro": (
+        "qvg-pro:stages=2,centroids=16,group_size=64", "qvg-pro:stages=2,centroids=16", "qvg-pro",
+    ),
+    "quantwm": (
+        "quantwm:centroids=16,rank=2,group_size=128", "quantwm:compact-embedded", "quantwm",
+    ),
+    "qtc": ("qtc:small", "qtc", "qtc:large"),
+}  # fmt: skip
+"""Small, medium, large: 1.7, 2.35 and 2.84 bits an element, or as near as a format of 2-bit codes
+goes; chosen by their bytes alone. The last of rtn is RTN at KIVI's bytes."""
 
-COLD_TOKENS = 1536
-"""What lies in the history up to here is the cold start: 8 chunks of the embedded world."""
+HALF_MEASURES = (
+    "quantwm:keys=unrotated",
+    "quantwm:clip=0.7",
+    "quantwm:coefficients=int4",
+    "quantwm:keys=unrotated,clip=0.7",
+    "quantwm:keys=unrotated,clip=0.7,coefficients=int4",
+    "quantwm:keys=unrotated,clip=0.7,coefficients=int4,qsac=false",
+    "quantwm:keys=unrotated,clip=0.7,psac=false",
+    "quantwm:psac=false",
+)
+"""What of all this can be had within QuantWM's own format."""
+
+ABLATION = {
+    "qtc": "(nothing)",
+    "qtc:without-unrotation": "un-rotation",
+    "qtc:without-queries": "queries (plain squares of keys)",
+    "qtc:without-averaging": "averaging over relative positions",
+    "qtc:without-bases": "bases (2 bits, Hadamard, LDLQ)",
+    "qtc:without-means": "a mean for each chunk",
+    "qtc:without-gains": "a gain for each token",
+    "qtc:by-attention": "values counted plainly (by attention instead)",
+    "qtc:by-output": "values counted plainly (by the output weights instead)",
+}
+"""qtc without one ingredient -> what is left out."""
+
+METHODS = tuple(
+    dict.fromkeys(
+        (*(method for three in BUDGETS.values() for method in three), *HALF_MEASURES, *ABLATION)
+    )
+)
 
 LAYERS = (1, 3, 7, 8)
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values, [H, N, D]."""
+"""Of the embedded world; none of those that choices were made on (0, 5 and 9)."""
 
 
 def known_methods(wanted: Sequence[str]) -> tuple[list[str], list[str]]:
     """Those that this version has, and those that it has not."""
     have, missing = [], []
     for method in wanted:
-        name, settings = split_method(method.removesuffix(BIAS))
+        name, settings = split_method(method)
         try:
             make_format(name, **settings)
         except ValueError:
@@ -69,107 +96,24 @@ def record(world: World, folder: Path, chunks: int, layers: Sequence[int] = LAYE
     return path
 
 
-@torch.no_grad()
 def study_method(world: World, path: Path, method: str) -> dict[str, Any]:
-    """One method over a recording, strictly causal and with all of it compressed.
+    """One method over a recording, strictly causal and all of it compressed: `study.MethodResult`.
 
-    Returns bits and, for the cold start, the long run and both, logit error, token shift and
-    output error; by layer for all of it.
+    The world's settings for a format hold where a method does not begin with a preset.
     """
     tensors = load_tensors(path)
-    size = tensors.metadata_int("chunk_tokens") or world.spec.cache.tokens_per_chunk
-    spec = study_spec(tensors, size)
-    name, settings = split_method(method.removesuffix(BIAS))
-    correction = ScoreCorrection() if method.endswith(BIAS) else None
-    settings = {**world.spec.format_settings.get(name, {}), **settings}
-    policy = CachePolicy(span_tokens=world.spec.policy.span_tokens)
-    cache = KVCache(spec, make_format(name, **settings), policy, device=world.device)
-    layers = [[x[part].to(world.device) for part in PARTS] for x in tensors.layers.values()]
-    first, reads = tensors.metadata_int("first_frame") or 0, [[] for _ in layers]  # type: ignore[var-annotated]
-    for start in range(0, tensors.shape[1] // size * size, size):
-        cache.begin_chunk(first + start // spec.tokens_per_frame, spec.frames_per_chunk)
-        for slot, (q, k, v) in enumerate(layers):
-            now = slice(start, start + size)
-            if start:
-                current, past = (k[:, now], v[:, now]), (k[:, :start], v[:, :start])
-                decoded = cache.history(slot)
-                logit, shift, output = compare_reads(q[:, now], current, past, decoded)
-                if correction is not None:
-                    bias = correction(slot, "self", q[:, now].float(), start)
-                    output = _output_error(q[:, now], current, past, decoded, bias)
-                reads[slot].append((start, logit, shift, output))
-            cache.attend(slot, q[:, now], k[:, now], v[:, now], clean=True)
-        cache.finalize_chunk()
-        if correction is not None:
-            for slot, (_, k, _) in enumerate(layers):
-                correction.learn(slot, "self", k[:, now], cache.history(slot)[0][:, -size:])
-    return _summary(method, cache, layers, list(tensors.layers), reads)
+    name, own = split_method(method)
+    suited = {} if "preset" in own else world.spec.format_settings.get(name, {})
+    (result,) = study(
+        tensors,
+        [method],
+        chunk=tensors.metadata_int("chunk_tokens") or world.spec.cache.tokens_per_chunk,
+        span=world.spec.policy.span_tokens,
+        settings={method: suited},
+        device=world.device,
+    )
+    return asdict(result)
 
 
-def _output_error(
-    q: torch.Tensor, current: Pair, past: Pair, decoded: Pair, bias: torch.Tensor
-) -> float:
-    """Relative error of the attention's output with the scores of decoded keys corrected."""
-    scale = q.shape[-1] ** -0.5
-    own = q.float() @ current[0].float().mT * scale
-    outputs = []
-    for (keys, values), added in ((past, 0.0), (decoded, bias)):
-        scores = torch.cat((q.float() @ keys.float().mT * scale + added, own), -1)
-        everything = torch.cat((values.float(), current[1].float()), 1)
-        outputs.append(torch.softmax(scores, -1) @ everything)
-    return relative_error(*outputs)
-
-
-def _summary(
-    method: str,
-    cache: KVCache,
-    layers: Sequence[Sequence[torch.Tensor]],
-    numbers: Sequence[int],
-    reads: Sequence[Sequence[tuple[float, ...]]],
-) -> dict[str, Any]:
-    ledger, spec = cache.ledger(), cache.spec
-    elements = 2 * cache.tokens * spec.layers * spec.heads * spec.head_dim
-    errors = []
-    for slot, (_, k, v) in enumerate(layers):
-        decoded = cache.history(slot)
-        pairs = zip((k, v), decoded, strict=True)
-        errors.append([relative_error(x[:, : y.shape[1]], y) for x, y in pairs])
-    every = [read for layer in reads for read in layer]
-    return {
-        "method": method,
-        "bits": (ledger.total - ledger.parts.get("statistics", 0)) * 8 / elements,
-        "resident_bits": ledger.total * 8 / elements,
-        "k_rel": mean_of([k for k, _ in errors]),
-        "v_rel": mean_of([v for _, v in errors]),
-        "cold": _means([read for read in every if read[0] <= COLD_TOKENS]),
-        "long": _means([read for read in every if read[0] > COLD_TOKENS]),
-        "all": _means(every),
-        "layers": {
-            number: _means(layer) | {"k_rel": error[0], "v_rel": error[1]}
-            for number, layer, error in zip(numbers, reads, errors, strict=True)
-        },
-    }
-
-
-def _means(reads: Sequence[tuple[float, ...]]) -> dict[str, float]:
-    names = ("logit_mse", "shift", "output_rel")
-    return {name: mean_of([read[i + 1] for read in reads]) for i, name in enumerate(names)}
-
-
-def study_table(title: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    lines = [
-        title,
-        f"  {'method':26} {'bits':>6} {'resident':>8} {'K rel':>7} {'V rel':>7} | cold: "
-        f"{'logit':>8} {'shift':>6} {'output':>8} | long: {'logit':>8} {'shift':>6} {'output':>8}",
-    ]
-    for row in rows:
-        parts = (
-            f"{row[part]['logit_mse']:>8.4f} {row[part]['shift']:>6.3f} "
-            f"{row[part]['output_rel']:>8.5f}"
-            for part in ("cold", "long")
-        )
-        lines.append(
-            f"  {row['method']:26} {row['bits']:>6.3f} {row['resident_bits']:>8.3f} "
-            f"{row['k_rel']:>7.4f} {row['v_rel']:>7.4f} |       " + " |       ".join(parts)
-        )
-    return lines
+def by_method(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {row["method"]: row for row in rows}

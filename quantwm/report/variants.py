@@ -84,11 +84,15 @@ SWEEPS = (*RANKS, *CANDIDATES, *FULL)
 
 BEYOND = (
     Variant("quantwm", "QuantWM", "quantwm"),
+    _quantwm(
+        "quantwm-half", "QuantWM, half-measures", keys="unrotated", clip=0.7, coefficients="int4"
+    ),
     Variant("qtc-small", "QTC, small", "qtc", {"preset": "small"}),
     Variant("qtc", "QTC", "qtc"),
     Variant("qtc-large", "QTC, large", "qtc", {"preset": "large"}),
 )
-"""The transform code at three budgets beside QuantWM; docs/beyond.md."""
+"""The transform code at three budgets beside QuantWM and what its own format can have of it;
+docs/beyond.md."""
 
 ALL = {v.name: v for v in (*BEYOND, *LANES, *ROLES, *ABLATION, *SWEEPS)}
 
