@@ -1,4 +1,4 @@
-"""Do the kernels of rtn, kivi and qvg-pro agree with the reference: bit for bit, they add nothing."""
+"""Do the kernels of rtn, kivi and qvg-pro agree with the reference: bit for bit, in all they do."""
 
 from __future__ import annotations
 

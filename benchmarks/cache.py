@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         options.tokens = tokens
         inputs = make_inputs(options, device)
         for name in (method for method in methods if method not in NEEDS_A_CACHE):
-            fmt = _format(name, options)
+            fmt = codec.format_of(name, options)
             found = codec.format_rows(name, fmt, inputs, options, device, encoded=place == 0)
             rows += [row | {"tokens": tokens} for row in found]
             print(f"{name}, {tokens} tokens: {_said(found)}", file=sys.stderr, flush=True)
@@ -81,11 +81,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _said(rows: list[dict[str, Any]]) -> str:
     """A run that is cut short has said what it knows."""
     return ", ".join(f"{row['step']} {row['median']} ms" for row in rows)
-
-
-def _format(name: str, options: argparse.Namespace) -> Any:
-    settings = {"centroids": options.centroids, "iterations": options.iterations}
-    return make_format(name, **{key: v for key, v in settings.items() if takes(name, key)})
 
 
 def make_inputs(options: argparse.Namespace, device: torch.device) -> Inputs:

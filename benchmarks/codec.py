@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.agreement import agree, make_case, require
+from benchmarks.agreement_groups import agree_groups
 from benchmarks.peers import QuantVideoGen
 from benchmarks.timing import Timing, copy_ceiling, device_named, hardware, measure
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
-from quantwm.cache.formats import Format, QueryGuide
+from quantwm.cache.formats import Format, QueryGuide, takes
 
+METHODS = "qvg,quantwm,kivi,rtn,qvg-pro"
 GROUP_SIZE = 64
 RANK = 8
 INPUTS = ("codebooks", "bases")  # parts of a span that an open span's encode is given
@@ -44,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--centroids", type=int, default=256)
     parser.add_argument("--iterations", type=int, default=2, help="k-means iterations")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--qvg-path", type=Path, help="a checkout of svg-project/Quant-VideoGen")
@@ -57,12 +60,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         shape = (min(options.heads, 4), min(options.tokens, 1100), options.head_dim)
         small = make_case(*shape, options.centroids, GROUP_SIZE, RANK, device)
         agree(ops_for(device), small)
+        agree_groups(ops_for(device), small, 2)
     inputs = make_inputs(options, device)
     ceiling = copy_ceiling(device)
     rows = []
-    for name in ("qvg", "quantwm"):
-        settings = {"centroids": options.centroids, "iterations": options.iterations}
-        rows += format_rows(name, make_format(name, **settings), inputs, options, device)
+    for name in options.methods.split(","):
+        rows += format_rows(name, format_of(name, options), inputs, options, device)
     peer, peer_says = qvg_rows(inputs, options, device)
     rows += peer
     for row in rows:
@@ -79,6 +82,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "qvg_public": peer_says,
     }
+
+
+def format_of(name: str, options: argparse.Namespace) -> Format[Any]:
+    """A method with as many centroids and iterations as asked for, if it has such settings."""
+    settings = {"centroids": options.centroids, "iterations": options.iterations}
+    return make_format(name, **{key: v for key, v in settings.items() if takes(name, key)})
 
 
 def make_inputs(options: argparse.Namespace, device: torch.device) -> Inputs:
@@ -124,12 +133,16 @@ def format_rows(
         f"{name}: relative MSE {errors} after a round trip",
     )
     read = inputs.bf16_bytes + packed
-    timed = {
-        ("encode, cold codebook", "cold"): lambda: encode(False, [None, None]),
-        ("encode, warm codebook", "warm"): lambda: encode(False, warm),
-        ("encode, codebook given", "given"): lambda: encode(True, warm),
-        ("decode", "none"): decode,
-    }
+    timed: dict[tuple[str, str], Callable[[], object]] = {("decode", "none"): decode}
+    if warm == [None, None]:  # no codebook, so nothing to fit
+        timed = {("encode", "given"): lambda: encode(True, warm), **timed}
+    else:
+        timed = {
+            ("encode, cold codebook", "cold"): lambda: encode(False, [None, None]),
+            ("encode, warm codebook", "warm"): lambda: encode(False, warm),
+            ("encode, codebook given", "given"): lambda: encode(True, warm),
+            **timed,
+        }
     return [
         _row(name, step, packed, read, errors,
              measure(run, device, options.repeats, returned[made]))

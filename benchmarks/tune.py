@@ -6,9 +6,11 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.agreement import make_case
 from benchmarks.agreement_fused import agree_fused
@@ -30,6 +32,11 @@ SEARCH: dict[str, Axes] = {
     "ENCODE_PSAC": ((16, 32, 64, 128), (0,), (4, 8), (1,)),
     "DECODE": ((8, 16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
     "DECODE_PSAC": ((16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
+    "ENCODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
+    "ENCODE_CHANNELS": ((1024, 2048, 4096, 8192), (0,), (2, 4, 8), (1,)),
+    "DECODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
+    "DECODE_CHANNELS": ((8, 16, 32), (0,), (1, 2, 4, 8), (1,)),
+    "DECODE_STAGES": ((4, 8, 16, 32), (0,), (2, 4, 8), (1,)),
     "FLASH": ((64, 128), (128,), (8,), (2, 3), (0, 128)),
     "FLASH_PACKED": ((32, 64, 128), (128, 256), (8, 16), (1, 2), (0, 128)),
     "FLASH_INT8": ((64, 128), (128,), (8,), (2, 3), (0, 128)),
@@ -44,6 +51,11 @@ FASTEST: dict[str, tuple[tuple[int, ...], ...]] = {
                (16, 0, 2, 1), (64, 0, 4, 1), (64, 0, 8, 1)),
     "DECODE_PSAC": ((64, 0, 4, 1), (32, 0, 2, 1), (32, 0, 4, 1), (128, 0, 8, 1), (64, 0, 2, 1),
                     (64, 0, 8, 1)),
+    "ENCODE_TOKENS": ((32, 0, 4, 1), (16, 0, 4, 1), (32, 0, 2, 1), (64, 0, 8, 1)),
+    "ENCODE_CHANNELS": ((8192, 0, 4, 1), (4096, 0, 4, 1), (2048, 0, 2, 1), (8192, 0, 8, 1)),
+    "DECODE_TOKENS": ((16, 0, 4, 1), (8, 0, 4, 1), (32, 0, 4, 1), (16, 0, 2, 1)),
+    "DECODE_CHANNELS": ((32, 0, 4, 1), (16, 0, 4, 1), (16, 0, 2, 1), (32, 0, 8, 1)),
+    "DECODE_STAGES": ((8, 0, 4, 1), (16, 0, 4, 1), (8, 0, 2, 1), (32, 0, 4, 1)),
     "FLASH": ((64, 128, 8, 2, 128), (64, 128, 8, 3, 128), (64, 64, 4, 3, 168)),
     "FLASH_PACKED": ((32, 128, 8, 3, 128), (64, 128, 8, 3, 0), (32, 128, 8, 3, 0),
                      (64, 128, 8, 1, 0), (32, 64, 4, 3, 128)),
@@ -107,6 +119,7 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         fused.fused(x, [(side, Side("affine", None, *held), 0, tokens)], 0.01)
 
     return {
+        **_group_runs(ops, x, ids, centroids),
         "FLASH": lambda: fused.fused(x, [(Side("plain", x), Side("plain", x), 0, tokens)], 0.01),
         "FLASH_PACKED": fused_corrected,
         "FLASH_INT8": lambda: fused.attend_int8(x, x, x, 0.01),
@@ -119,6 +132,28 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         ),
         "DECODE": decode_ternary,
         "DECODE_PSAC": decode_affine,
+    }
+
+
+def _group_runs(
+    ops: Ops, x: Tensor, ids: Tensor, centroids: Tensor
+) -> dict[str, Callable[[], object]]:
+    """The same of kivi's two sides at their published groups, and of four stages."""
+    tokens, out = x.shape[1], torch.empty_like(x)
+    of_tokens, of_channels = (
+        encode(x, 32, 2) for encode in (ops.encode_token_groups, ops.encode_channel_groups)
+    )
+    lengths = [b - a for a, b in pairwise((0, *of_channels[3].tolist()))]
+    codes, scales = ops.encode_qvg(x, ids, centroids, 16)
+    staged = (codes, torch.stack([ids] * 4, dim=-1), torch.cat([centroids] * 4, dim=1), scales)
+    return {
+        "ENCODE_TOKENS": lambda: ops.encode_token_groups(x, 32, 2),
+        "ENCODE_CHANNELS": lambda: ops.encode_channel_groups(x, 32, 2),
+        "DECODE_TOKENS": lambda: ops.prepare_token_groups(*of_tokens, 2)(out, 0, 0, tokens),
+        "DECODE_CHANNELS": lambda: ops.prepare_channel_groups(*of_channels, lengths, 2)(
+            out, 0, 0, tokens
+        ),
+        "DECODE_STAGES": lambda: ops.prepare_stages(*staged, 16)(out, 0, 0, tokens),
     }
 
 

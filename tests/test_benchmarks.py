@@ -32,9 +32,12 @@ def test_codec_prints_a_table_and_one_json_line(
     assert status == 0
     assert [(r["method"], r["step"]) for r in result["rows"]] == [
         (method, step)
-        for method in ("qvg", "quantwm")
-        for step in ("encode, cold codebook", "encode, warm codebook", "encode, codebook given",
-                     "decode")
+        for method in ("qvg", "quantwm", "kivi", "rtn", "qvg-pro")
+        for step in (
+            ("encode", "decode") if method in ("kivi", "rtn")
+            else ("encode, cold codebook", "encode, warm codebook", "encode, codebook given",
+                  "decode")
+        )
     ]  # fmt: skip
     assert result["qvg_public"] == "not run: no --qvg-path"
     assert any("reference" in line for line in lines)

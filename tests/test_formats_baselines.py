@@ -261,7 +261,7 @@ def test_a_gpu_stores_and_decodes_the_same(name: str, role: str, cuda: torch.dev
     fmt.decode_into(here, ours, 0, 20, 170)
     fmt.decode_into(there, theirs, 0, 20, 170)
     assert float((ours - theirs.cpu()).square().mean() / ours.square().mean()) < 1e-3
-    assert f"{name} encodes and decodes through PyTorch" in explain(cuda)
+    assert explain(cuda).startswith("Triton kernels")
 
 
 def _all(fmt: Format[Any], span: Any) -> list[Tensor]:
