@@ -44,7 +44,6 @@ ODD_SIZES = (
 )
 
 BASELINES = ("rtn", "kivi", "qvg-pro")
-"""Formats that run through PyTorch's operations on a GPU."""
 
 
 def check_full_size(device: torch.device) -> None:
@@ -56,6 +55,14 @@ def check_odd_size(device: torch.device, shape: tuple[int, int, int, int, int, i
     for clip in (1.0, 0.65):
         with guarded_allocations():
             agree(ops_for(device), make_case(*shape, device, seed=7), clip)
+
+
+def check_baselines(device: torch.device) -> None:
+    """rtn, kivi and qvg-pro, bit for bit: the published groups at full size, others at odd ones."""
+    published = [(*FULL_SIZE[:4], group_size, 1) for group_size in (32, 16)]
+    for bits, shape in zip((2, 4) * 4, (*published, *ODD_SIZES), strict=False):
+        with guarded_allocations():
+            agree_groups(ops_for(device), make_case(*shape, device, seed=5), bits)
 
 
 def check_two_runs_are_bit_equal(device: torch.device) -> None:
@@ -113,7 +120,7 @@ def check_offsets_past_2_31(device: torch.device) -> None:
 
 
 def check_baselines_past_2_31(device: torch.device) -> None:
-    """The same of the formats that have no kernel: encode, join, cut and decode."""
+    """The same of rtn, kivi and qvg-pro as formats: encode, and decode of the last head."""
     heads, tokens, dim = 40, 430_000, 128
     generator = torch.Generator(device=device).manual_seed(2)
     x = torch.empty(heads, tokens, dim, dtype=torch.bfloat16, device=device)
@@ -149,16 +156,18 @@ def check_no_recompilation(device: torch.device) -> None:
             # A centroid count of its own, so that earlier checks cannot have compiled for it.
             case = make_case(2, 97 + 61 * step, 128, 48, 32, 5, device)
             guide = QueryGuide(case.weights, case.basis, case.eigenvalues)
-            for name in ("qvg", "quantwm"):
-                fmt = make_format(name, centroids=48, group_size=32)
+            for name in ("qvg", "quantwm", *BASELINES):
+                centroids = {"centroids": 48} if takes(name, "centroids") else {}
+                fmt = make_format(name, group_size=32, **centroids)
                 codebook = fmt.fit(case.x, torch.Generator().manual_seed(0), None)
                 span = fmt.encode(case.x, codebook, "keys", guide)
                 span = fmt.join(span, fmt.encode(case.x, codebook, "keys", guide))
                 tokens = fmt.tokens(span)
                 out = torch.empty(2, tokens + step, 128, dtype=torch.bfloat16, device=device)
                 fmt.decode_into(span, out, step, step, tokens)
-                sides = (fmt.side(span), fmt.side(span))
-                fused.fused(case.x[:, : 50 + step], [(*sides, step, tokens)], 0.1)
+                if isinstance(fmt, Fusible):
+                    sides = (fmt.side(span), fmt.side(span))
+                    fused.fused(case.x[:, : 50 + step], [(*sides, step, tokens)], 0.1)
     finally:
         knobs.runtime.jit_post_compile_hook = previous
     print(f"    compilations over 20 lengths: {dict(compiled)}")
@@ -194,7 +203,7 @@ def check_staged(device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(4)
     x = clustered((40, 10_000, 128), generator)
     own = x[:, :4680] + 1
-    for name in ("bf16", "qvg", "quantwm"):
+    for name in ("bf16", "qvg", "quantwm", *BASELINES):
         cache = LayerHistory.prefilled(name, x, x.flip(1), 4680).cache
         wanted = cache.history(0)
         for mine, history in zip(cache.gather(0, own, own), wanted, strict=True):
@@ -217,6 +226,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "bit-equal": check_two_runs_are_bit_equal,
     "host-syncs": check_one_sync_a_chunk,
     "past-2^31": check_offsets_past_2_31,
+    "baselines": check_baselines,
     "baselines-past-2^31": check_baselines_past_2_31,
     "no-recompilation": check_no_recompilation,
 }
