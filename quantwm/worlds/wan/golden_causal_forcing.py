@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from quantwm.goldens import Comparison, GoldenSet, load_tensors
-from quantwm.worlds.wan.backbone import CausalWan
+from quantwm.worlds.wan.backbone import CausalWan, ContextKV
 from quantwm.worlds.wan.golden_common import (
     DTYPES,
     SPAN_TOKENS,
@@ -59,7 +59,13 @@ def _causal_forcing_run(
     latents = []
     if start:
         image = golden[f"{rollout}.in.initial_latent"][0].to(dtype)
-        compare.check(f"{prefix}.init.flow", driver.commit(0, image, none))
+        # Given frames are written chunk by chunk, or as they are where they fill none.
+        parts = image.split(size) if start % size == 0 else (image,)
+        firsts = range(0, start, len(parts[0]))
+        flows = [
+            driver.commit(first, part, none) for first, part in zip(firsts, parts, strict=True)
+        ]
+        compare.check(f"{prefix}.init.flow", torch.cat(flows))
         latents.append(image)
     noise = golden[f"{rollout}.in.noise"][0].to(dtype)
     for chunk in range(rules["num_chunks"]):
@@ -91,38 +97,45 @@ def _causal_forcing_run(
 
 
 def causal_forcing_long(golden: GoldenSet, compare: Comparison) -> None:
-    """The rolling window with its moving anchor, FP32."""
+    """The rolling window with its moving anchor."""
     info = golden.info["config"]
-    sizes, grid = golden.info["model_config"], grid_of(golden.info["latent_hw"])
+    sizes = golden.info["model_config"]
     config = sized(golden, sizes["num_heads"], sizes["text_len"])
-    model = build(golden.weights, config, torch.float32)
-    size = info["num_frame_per_block"]
+    prompt = load_tensors(
+        golden.folder / info["weights"].replace(".weights.safetensors", ".safetensors")
+    )["in.prompt_embeds"]
+    for run in runs_of(golden, "rolling", None):
+        model = build(golden.weights, config, DTYPES[run])
+        _long_run(golden, compare, model, run, model.context_kv(prompt[0]))
+
+
+def _long_run(
+    golden: GoldenSet, compare: Comparison, model: CausalWan, run: str, context: ContextKV
+) -> None:
+    info, grid, prefix = golden.info["config"], grid_of(golden.info["latent_hw"]), f"rolling.{run}"
+    size, per_frame, dtype = info["num_frame_per_block"], grid[0] * grid[1], DTYPES[run]
     rule = RollingRule(
         chunk_frames=size,
         attention_frames=info["max_attention_frames"],
         cache_frames=info["cache_frames"],
     )
-    per_frame = grid[0] * grid[1]
-    cache = open_cache(model, per_frame, size, rule.policy(SPAN_TOKENS), torch.float32)
-    prompt = load_tensors(
-        golden.folder / info["weights"].replace(".weights.safetensors", ".safetensors")
-    )["in.prompt_embeds"]
+    cache = open_cache(model, per_frame, size, rule.policy(SPAN_TOKENS), dtype)
     steps = flow_match_steps(info["denoising_step_list"], info["timestep_shift"])
-    driver = RollingForcing(model, cache, model.context_kv(prompt[0]), grid, steps, rule)
+    driver = RollingForcing(model, cache, context, grid, steps, rule)
     latents, windows = driver.run(
-        golden["rolling.in.noise"][0].float(),
-        lambda window, chunk: golden[f"rolling.in.w{window}.block{chunk}.noise"].float(),
+        golden["rolling.in.noise"][0].to(dtype),
+        lambda window, chunk: golden[f"rolling.in.w{window}.block{chunk}.noise"].to(dtype),
         every_clean=True,
     )
     for number, window in enumerate(windows):
-        compare.check(f"rolling.fp32.w{number}.timestep", window.timesteps)
-        compare.check(f"rolling.fp32.w{number}.flow", window.flow)
-        compare.check(f"rolling.fp32.w{number}.clean.flow", window.clean_flow)
-    compare.check("rolling.fp32.latents", latents)
+        compare.check(f"{prefix}.w{number}.timestep", window.timesteps)
+        compare.check(f"{prefix}.w{number}.flow", window.flow)
+        compare.check(f"{prefix}.w{number}.clean.flow", window.clean_flow)
+    compare.check(f"{prefix}.latents", latents)
     own = size * per_frame
     for layer in range(model.config.layers):
         keys, values = cache.attended["self", layer]
-        at = f"rolling.fp32.kv.layer{layer}"
+        at = f"{prefix}.kv.layer{layer}"
         compare.check(f"{at}.anchor_k", flat(keys[:, :own]))
         compare.check(f"{at}.newest_k", flat(keys[:, -own:]))
         compare.check(f"{at}.newest_v", flat(values[:, -own:]))

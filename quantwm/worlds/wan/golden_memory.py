@@ -29,11 +29,11 @@ def hy_worldplay(golden: GoldenSet, compare: Comparison) -> None:
     """Poses and labels from the pose string, selection, prefill caches and rollout."""
     info = golden.info["config"]
     moves = hy_actions.parse_pose(info["pose"])
-    frames = info["num_chunks"] * info["chunk"]
     c2w, labels = hy_actions.trajectory(moves)
-    w2c = hy_actions.world_to_camera(c2w)[:frames]
-    for name, derived in (("w2c", w2c), ("action", torch.from_numpy(labels)[:frames])):
-        compare.require_equal(f"in.{name}", derived)
+    w2c = hy_actions.world_to_camera(c2w)
+    # A pose string may go on beyond the chunks that were run.
+    for name, derived in (("w2c", w2c), ("action", torch.from_numpy(labels))):
+        compare.require_equal(f"in.{name}", derived[: len(golden[f"in.{name}"])])
     selection = {}
     for chunk in range(1, info["num_chunks"]):
         first = chunk * info["chunk"]
