@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quantwm.errors import UserError
+from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.config import PRESETS
 from quantwm.worlds.embedded.transformer import Transformer
+from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
+from training.average import average_runs
 from training.data import LatentPool
-from training.evaluate import EvaluationConfig, choose_returns
+from training.evaluate import EvaluationConfig, choose_returns, measure_returns
 from training.gaps import draw_gaps
 from training.losses import RolloutConfig, Stage, TransformerTraining
 from training.progress import Log
 from training.revisits import find_revisits
 from training.rollout import roll_out
-from training.rollout_pool import RolloutPool, known_chunks
+from training.rollout_pool import RolloutPool, chunk_weights, known_chunks
 from training.train_transformer import PartError, draw_clips, failing_as, lesser
 
 CONFIG = PRESETS["tiny"].transformer
 FRAMES, CHUNK = 32, 4
+CPU = torch.device("cpu")
 
 
 def rng(seed=0):
@@ -83,6 +88,8 @@ def test_what_no_true_frame_showed_is_not_known():
     assert known[0].tolist() == [True] * 3 + [False] * 4 + [True]
     assert known[1].all()
     assert known_chunks(poses, torch.tensor([2, 4]), CHUNK)[1, 4:].tolist() == [False] * 4
+    weights = chunk_weights(known, torch.tensor([2, 8]), 0.3, 2.0)
+    torch.testing.assert_close(weights[0], torch.tensor([1, 1, 1, 0.3, 0.3, 0.3, 0.3, 2]))
 
 
 def test_rollouts_of_each_clip_start_after_its_own_context(model, pool):
@@ -113,7 +120,7 @@ def test_a_step_sees_rollouts_for_its_share_and_weighs_what_they_invented(model,
     clips = draw_clips(pool, rollouts, stage, CONFIG, settings, rng(6))
     same = (clips.history == clips.latents).flatten(1).all(dim=1)
     assert same.tolist() == [True, True, False, False]
-    assert (clips.weight[:2] == 1).all() and set(clips.weight.unique().tolist()) <= {0.25, 1.0}
+    assert (clips.weight[:2] == 1).all() and set(clips.weight.unique().tolist()) <= {0.25, 1.0, 2.0}
     assert clips.hidden.any(dim=1).all() and not clips.hidden[:, :2].any()
     plain = draw_clips(pool, None, Stage(FRAMES, 4, 1.0), CONFIG, training(gaps=0.0), rng(6))
     assert plain.history is None and plain.weight is None and plain.hidden is None
@@ -128,6 +135,23 @@ def test_returns_are_clips_whose_context_ends_with_the_first_visit(pool):
     assert (first >= 0).all() and (first + 64 <= 80).all() and (frame - first <= 60).all()
     assert ((frame - 48 - first) <= 16).all()
     assert len(choose_returns(revisits, 80, 16, 40, config)) == 0
+
+
+def test_returns_are_measured_with_and_without_the_history(model):
+    torch.manual_seed(2)
+    frames = torch.randint(0, 256, (2, 80, 32, 48, 3), dtype=torch.uint8, generator=rng(8))
+    keys = torch.zeros(2, 80, 6, dtype=torch.uint8)
+    keys[..., 4] = 1  # always left
+    config = EvaluationConfig(steps=1, return_frames=64, return_after=40, window=1)
+    autoencoder = Autoencoder(PRESETS["tiny"].autoencoder).eval()
+    sampler = PRESETS["tiny"].sampler
+    found = measure_returns(model, autoencoder, frames, keys, sampler, config)
+    assert found["returns"] == 6 and 0 < found["return_psnr"] < 40
+    assert found["return_gain"] != 0
+    blind = replace(config, window=16)  # as long as the clip: nothing is out of its reach
+    assert measure_returns(model, autoencoder, frames, keys, sampler, blind)["return_gain"] == 0
+    short = replace(config, return_after=100)
+    assert measure_returns(model, autoencoder, frames, keys, sampler, short) == {}
 
 
 def test_what_fails_is_left_out_one_by_one_and_said(tmp_path):
@@ -154,3 +178,26 @@ def test_what_fails_is_left_out_one_by_one_and_said(tmp_path):
 def test_clips_longer_than_episodes_are_refused(pool):
     with pytest.raises(UserError, match="at least as long"):
         pool.random_clips(1, 96, rng())
+
+
+def test_mean_of_two_runs_is_their_mean_and_says_so(tmp_path):
+    torch.manual_seed(1)
+    preset = PRESETS["tiny"]
+    autoencoder = Autoencoder(preset.autoencoder)
+    runs = []
+    for name, value, ancestor in (("a", 0.0, "x"), ("b", 1.0, "x"), ("c", 1.0, "y")):
+        model = Transformer(preset.transformer)
+        for parameter in model.parameters():
+            torch.nn.init.constant_(parameter, value)
+        facts = {"continued_from": {"command": ancestor}}
+        runs.append(save_models(tmp_path / name, preset, model, autoencoder, facts))
+    a, b, c = (manifest.folder for manifest in runs)
+    mean = average_runs(a, b, tmp_path / "mean", 0.25)
+    model, _ = load_models(mean, CPU, torch.float32)
+    assert all((parameter == 0.25).all() for parameter in model.parameters())
+    told = read_manifest(tmp_path / "mean").training["averaged"]
+    assert [each["sha256"] for each in told] == [runs[0].sha256, runs[1].sha256]
+    with pytest.raises(UserError, match="same weights"):
+        average_runs(a, c, tmp_path / "wrong", 0.5)
+    with pytest.raises(UserError, match="another folder"):
+        average_runs(a, b, b, 0.5)

@@ -59,8 +59,9 @@ class TransformerTraining:
     revisits: share of the clips chosen because they come back to something not seen for 16 frames.
     second_round: share of steps whose own histories are made twice, the second time from the
     first. gaps: share of the clips with chunks hidden from all others, longest_gap at most in one.
-    invented: weight of the error in chunks after a rollout's history that show what no true frame
-    showed: the truth there is not what that history leads to."""
+    After a rollout's history, `invented` is the weight of the error in chunks that show what no
+    true frame showed (the truth is not what that history leads to), `returned` in those that show
+    it again RETURN_CHUNKS or more chunks after the last true one."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),
@@ -89,6 +90,7 @@ class TransformerTraining:
     gaps: float = 0.4
     longest_gap: int = 16
     invented: float = 0.3
+    returned: float = 2.0
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     pose: bool = True
     lost: float = 0.1

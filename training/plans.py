@@ -52,6 +52,7 @@ QUICK_WORLD = replace(
 PLANS = {
     "full": RunPlan(),
     "continued": RunPlan(
+        episodes=1400,
         enough_episodes=150,
         autoencoder_share=0.0,
         transformer=TransformerTraining(
@@ -59,7 +60,7 @@ PLANS = {
                 Stage(frames=64, batch=24, share=0.08),
                 Stage(frames=128, batch=12, share=0.22),
                 Stage(frames=256, batch=6, share=0.25),
-                Stage(frames=128, batch=10, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=128, batch=12, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             flat_share=0.5,
         ),
@@ -69,14 +70,14 @@ PLANS = {
         enough_episodes=40,
         unseen_episodes=14,
         return_episodes=8,
-        autoencoder_share=0.1,
+        autoencoder_share=0.0,
         finish_minutes=0.2,
         save_every_minutes=100.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.3),
+                Stage(frames=64, batch=24, share=0.25),
                 Stage(frames=256, batch=6, share=0.3),
-                Stage(frames=128, batch=10, share=0.4, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=128, batch=12, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             critic_warmup=5,
             log_every=10,
@@ -137,6 +138,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--own", type=float, help="share of clips with chunks of their own making")
     group.add_argument("--rolled", type=float, help="share of clips that are rollouts; 0 is none")
     group.add_argument("--invented", type=float, help="weight of what no true frame showed there")
+    group.add_argument("--returned", type=float, help="weight of what is shown again there")
     group.add_argument("--gaps", type=float, help="share of clips with gaps in their history")
     group.add_argument("--pieces", type=float, help="share of episodes made of scripted walks")
     group.add_argument("--adversarial", type=float, help="weight of the critic; 0 is none")
@@ -152,9 +154,10 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     """The plan as the switches change it. UserError for a value that makes no sense."""
     of_training = (
         "sampler_share", "context_noise", "revisits", "short_chance", "gaps", "invented",
+        "returned",
     )  # fmt: skip
     for name in ("ae_share", "own", "rolled", "pieces", "adversarial", "edges", *of_training):
-        value, most = getattr(args, name), 10 if name == "adversarial" else 1
+        value, most = getattr(args, name), 10 if name in ("adversarial", "returned") else 1
         if value is not None and not 0 <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} must be 0 to {most}, got {value}")
     training = plan.transformer

@@ -20,6 +20,7 @@ from training.rollout import roll_out
 
 NEAR = 96.0  # map units: three steps
 LIKE_VIEW = 0.8  # radians: half of a view 90 degrees wide is seen in both
+RETURN_CHUNKS = 4
 
 
 def known_chunks(poses: torch.Tensor, contexts: torch.Tensor, per_chunk: int) -> torch.Tensor:
@@ -37,6 +38,14 @@ def known_chunks(poses: torch.Tensor, contexts: torch.Tensor, per_chunk: int) ->
     return seen.unflatten(1, (-1, per_chunk)).float().mean(dim=-1) >= 0.5
 
 
+def chunk_weights(
+    known: torch.Tensor, contexts: torch.Tensor, invented: float, returned: float
+) -> torch.Tensor:
+    """float32 [B, chunks] of `known_chunks`: 1 for what goes on from the context."""
+    late = torch.arange(known.shape[1], device=known.device) >= contexts[:, None] + RETURN_CHUNKS
+    return torch.where(known, torch.where(late, returned, 1.0), invented)
+
+
 class RolloutPool:
     """Clips with the history that the model made of them; refilled as they are used up."""
 
@@ -44,9 +53,10 @@ class RolloutPool:
         self._config, self._frames, self._seed = training.rollouts, frames, seed
         self._shift, self._lost = training.sigma_shift, training.lost
         self._context = training.context_chunks
+        self._invented, self._returned = training.invented, training.returned
         self._used, self._began, self._spent = 0, time.monotonic(), 0.0
         self._clips: ClipBatch | None = None
-        self._drawn = self._known = torch.zeros(0)
+        self._drawn = self._known = self._weight = torch.zeros(0)
         self.refills = 0
 
     @property
@@ -88,11 +98,13 @@ class RolloutPool:
             model, clips.latents, clips.keys, contexts, STEPS, self._shift,
             self._seed + self.refills, teacher_forced=False, told=told,
         ).to(clips.latents.dtype)  # fmt: skip
-        self._known = known_chunks(clips.poses, contexts.to(clips.poses.device), per_chunk)
+        given = contexts.to(clips.poses.device)
+        self._known = known_chunks(clips.poses, given, per_chunk)
+        self._weight = chunk_weights(self._known, given, self._invented, self._returned)
         self._clips = clips
         self.refills += 1
         self._used = 0
-        facts = self._facts(contexts, per_chunk)  # waits for the device
+        facts = self._facts(given, per_chunk)  # waits for the device
         self._spent += (seconds := time.monotonic() - started)
         return {"seconds": round(seconds, 2), "busy": round(self.busy, 3), **facts}
 
@@ -101,7 +113,7 @@ class RolloutPool:
         chunks = truth.shape[1] // per_chunk
         error = (drawn - truth).square().mean(dim=(2, 3, 4))
         error = error.unflatten(1, (-1, per_chunk)).mean(dim=2)
-        free = torch.arange(chunks, device=error.device) >= contexts.to(error.device)[:, None]
+        free = torch.arange(chunks, device=error.device) >= contexts[:, None]
         facts = {}
         for name, which in (("known", free & self._known), ("invented", free & ~self._known)):
             total = (error * which).sum() / which.sum().clamp_min(1)
@@ -113,8 +125,8 @@ class RolloutPool:
     def draw(
         self, count: int, generator: torch.Generator
     ) -> tuple[ClipBatch, torch.Tensor, torch.Tensor]:
-        """`count` clips, the history of each [count, T, C, h, w], and which chunks are known."""
+        """`count` clips, the history of each [count, T, C, h, w], and its chunks' weights."""
         device = self._known.device
         chosen = torch.randint(len(self._known), (count,), generator=generator, device=device)
         self._used += count
-        return self._clips.chosen(chosen), self._drawn[chosen], self._known[chosen]
+        return self._clips.chosen(chosen), self._drawn[chosen], self._weight[chosen]

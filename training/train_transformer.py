@@ -113,11 +113,11 @@ def draw_clips(
     )  # fmt: skip
     history = weight = None
     if rolled:
-        own, drawn, known = rollouts.draw(rolled, generator)
+        own, drawn, of_own = rollouts.draw(rolled, generator)
         history = torch.cat((batch.latents, drawn))
         batch = batch.with_more(own)
         weight = torch.ones(stage.batch, chunks, device=history.device)
-        weight[-rolled:] = torch.where(known, 1.0, training.invented)
+        weight[-rolled:] = of_own
     told = config.pose and training.pose
     pose = training_pose(batch.poses, config.grid[1], training.lost, generator) if told else None
     hidden = None
@@ -132,9 +132,10 @@ def draw_clips(
 def judge_step(
     state: TrainState, stage: Stage, training: TransformerTraining, clips: Clips,
     out: torch.Tensor, stream: Stream, loss: torch.Tensor, step: int, seed: int,
-) -> None:  # fmt: skip
+) -> torch.Tensor:  # fmt: skip
     """Backward of the model, with the critic's gradient once it has learned a little; then the
-    critic's own step on the same prediction. step: within the stage."""
+    critic's own step on the same prediction. Returns its loss: 2 where it sees no difference, 0
+    where it is never wrong. step: within the stage."""
     per_chunk, clean = state.model.config.frames_per_chunk, clips.latents.float()
     critic = state.need_critic(training.critic_lr, seed)
     counts = stream.judged[:, 1:].flatten().float()
@@ -149,9 +150,11 @@ def judge_step(
         )
     critic.requires_grad_(True)
     real, fake = chunks_of(clean, per_chunk), chunks_of(out.detach(), per_chunk)
-    critic_loss(critic, real, fake, context, counts).backward()
+    of_critic = critic_loss(critic, real, fake, context, counts)
+    of_critic.backward()
     state.critic_adam.step()
     state.critic_adam.zero_grad(set_to_none=True)
+    return of_critic.detach()
 
 
 def refill_rollouts(
@@ -207,7 +210,7 @@ def train_stage(
             )  # fmt: skip
             if stage.adversarial > 0:
                 with failing_as("critic"):
-                    judge_step(
+                    of_critic = judge_step(
                         state, stage, training, clips, out, stream, loss, state.step - first, seed
                     )
             else:
@@ -220,9 +223,10 @@ def train_stage(
         state.update_average(training.ema)
         if state.step % training.log_every == 0 or state.step == first + 1:
             value = float(loss.detach())
+            judged = {"critic_loss": round(float(of_critic), 3)} if stage.adversarial > 0 else {}
             log.event(
                 "transformer", step=state.step, frames=stage.frames, gaps=training.gaps,
-                rolled=stage.rolled, critic=stage.adversarial, loss=round(value, 4),
+                rolled=stage.rolled, critic=stage.adversarial, **judged, loss=round(value, 4),
                 mse=round(float(mse), 4), **pace.so_far(state.step),
                 lr=round(training.muon_lr * factor, 5), eta_s=round(run.left),
                 **peak_memory(device),
