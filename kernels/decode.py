@@ -12,16 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks, tuning
+from kernels.decode_rows import affine_block, ternary_block
 from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
-from kernels.tile import (
-    affine_scales,
-    centroid_rows,
-    code_levels,
-    e4m3_value,
-    scale_bytes,
-    store_values,
-)
 
 FLOATS = (torch.float32, torch.bfloat16)
 
@@ -33,24 +26,14 @@ def decode_ternary_kernel(
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr,
     n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
-    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads of out)."""
     out_head = tl.program_id(1).to(tl.int64)
-    head = out_head + first_head
-    block = tl.program_id(0).to(tl.int64) * BLOCK_N
-    rows = tl.arange(0, BLOCK_N)
-    valid = rows < stop - start - block
-    at = head * n_tokens + start + block
-    heads_scales = scales_ptr + head * n_tokens * (D // GROUP)
-    scale, _ = scale_bytes(heads_scales, heads_scales, start + block, rows, valid, D, GROUP, False)
-    scale = e4m3_value(scale.to(tl.int32))
-    one = tl.full(scale.shape, 1.0, tl.float32)
-    values = code_levels(codes_ptr + at * (D // 16), one, rows, valid, D) * scale[:, :, None]
-    means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
-    values += means.to(tl.float32)
-    out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
-    store_values(out_ptr, out_stride_n, values, rows, valid, D)
+    ternary_block(
+        out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
+        codes_ptr, ids_ptr, centroids_ptr, scales_ptr, n_tokens, K, D, GROUP, BLOCK_N, STEP,
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -70,53 +53,19 @@ def decode_affine_kernel(
     first_corrected,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - zero) * scale (+ coefficients @ basis^T * row scale), rounded once.
 
-    Grid (token blocks, heads of out). RANK 0 leaves the correction out. INT8 coefficients and BF16
-    directions are exact operands of a BF16 dot.
+    Grid (token blocks, heads of out). RANK 0 leaves the correction out.
     """
     out_head = tl.program_id(1).to(tl.int64)
-    head = out_head + first_head
-    block = tl.program_id(0).to(tl.int64) * BLOCK_N
-    first = start + block
-    rows = tl.arange(0, BLOCK_N)
-    valid = rows < stop - first
-    at = head * n_tokens + first
-    zero_bytes = (n_tokens.to(tl.int64) * (D // GROUP) + 3) // 4
-    chunk = tl.zeros((BLOCK_N,), tl.int32)
-    for c in range(0, n_chunks - 1):  # the last stop lies behind every row
-        chunk += (rows >= tl.load(chunk_stops_ptr + c) - first).to(tl.int32)
-    secondary = tl.load(secondary_ptr + head * n_chunks + chunk, mask=valid, other=0.0)
-    step = tl.div_rn(secondary.to(tl.float32), 255.0)
-    scales, zeros = scale_bytes(
-        scales_ptr + head * n_tokens * (D // GROUP), zeros_ptr + head * zero_bytes, first, rows,
-        valid, D, GROUP, True,
+    affine_block(
+        out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
+        codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
+        coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
+        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
     )  # fmt: skip
-    scale, zero = affine_scales(scales, zeros, first, step[:, None], rows, D, GROUP)
-    levels = code_levels(codes_ptr + at * (D // 16), zero, rows, valid, D)
-    values = levels * scale[:, :, None]
-    means = centroid_rows(ids_ptr + at, centroids_ptr + head * K * D, rows, valid, D)
-    values += means.to(tl.float32)
-    if RANK > 0:
-        offs_d = tl.arange(0, D)
-        offs_r = tl.arange(0, RANK_PAD)
-        row = at - (head + 1) * first_corrected  # of the block's first token
-        corrected = valid & (rows >= first_corrected - first)
-        coefficients = tl.load(
-            coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
-            mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        directions = tl.load(
-            basis_ptr + head * D * RANK + offs_d[None, :] * RANK + offs_r[:, None],
-            mask=(offs_r < RANK)[:, None], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
-        row_scale = tl.load(row_scales_ptr + row + rows, mask=corrected, other=0.0).to(tl.float32)
-        correction = tl.dot(coefficients, directions, input_precision="ieee") * row_scale[:, None]
-        values += tl.reshape(correction, (BLOCK_N, D // 16, 16))
-    out_ptr += out_head * out_stride_h + (offset + block) * out_stride_n
-    store_values(out_ptr, out_stride_n, values, rows, valid, D)
 
 
 @triton.jit
@@ -292,8 +241,8 @@ def prepare_qvg(
         centroids.shape[1],
     )  # fmt: skip
     constants = {
-        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "STEP": row.block_k,
+        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
@@ -334,7 +283,7 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
+        "STEP": row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)

@@ -68,15 +68,16 @@ ENCODE_PSAC = {
     256: Launch(32, 0, 8, 1, COMPILED),
 }
 DECODE = {
-    64: Launch(64, 0, 4, 1, COMPILED),
-    128: Launch(8, 0, 4, 1, TIMED + "0.027 ms, second 0.028"),
-    256: Launch(16, 0, 4, 1, COMPILED),
+    64: Launch(256, 16, 4, 1, COMPILED),
+    128: Launch(128, 8, 4, 1, COMPILED),
+    256: Launch(64, 4, 4, 1, COMPILED),
 }
 DECODE_PSAC = {
-    64: Launch(64, 0, 4, 1, COMPILED),
-    128: Launch(64, 0, 4, 1, TIMED + "0.054 ms, second 0.054"),
-    256: Launch(16, 0, 4, 1, COMPILED),
+    64: Launch(256, 32, 4, 1, COMPILED),
+    128: Launch(256, 16, 4, 1, COMPILED),
+    256: Launch(128, 16, 8, 1, COMPILED),
 }
+"""Here block_k are the tokens of a step: a program goes through its block_n step by step."""
 COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),
