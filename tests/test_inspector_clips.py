@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +48,8 @@ def random_frames(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (count, 12, 16, 3), dtype=np.uint8)
 
 
-def write_video(path: Path, frames: np.ndarray) -> Path:
-    with LosslessWriter(path, 8.0) as writer:
+def write_video(path: Path, frames: np.ndarray, fps: float = 8.0) -> Path:
+    with LosslessWriter(path, fps) as writer:
         writer.write(frames)
     return path
 
@@ -182,6 +183,22 @@ def test_videos_of_any_origin_open_and_the_shorter_one_ends_them(tmp_path: Path)
     assert clip.info.lanes == ("a.mkv", "a.mkv (2)") and clip.info.frames == 7
     assert (clip.read(0, 7)[:, 0] == a[:7]).all() and (clip.read(0, 7)[:, 1] == b).all()
     assert "a.mkv (2) ends first" in clip.info.notes[0]
+
+
+def test_how_videos_differ_is_said(tmp_path: Path) -> None:
+    frames = random_frames(6)
+    files = [
+        (write_video(tmp_path / "x.mkv", frames), "slow.mkv"),
+        (write_video(tmp_path / "y.mkv", frames, fps=30.0), "fast.mkv"),
+    ]
+    clip = sources.from_uploads(files, tmp_path / "clips")
+    assert any("slow.mkv 8, fast.mkv 29.94" in note for note in clip.info.notes)
+    facts = [sources.probe_video(path) for path, _ in files]
+    facts[0] = replace(facts[0], variable_rate=True, rotation=90, pixel_format="gray")
+    found = " ".join(sources._video_notes(facts))
+    for words in ("x.mkv has a variable frame rate", "turned by 90 degrees", "gray, "):
+        assert words in found
+    assert "differ (x" not in found and sources._video_notes(facts[1:]) == ()
 
 
 def test_a_video_cut_in_the_middle_shows_what_could_be_read(tmp_path: Path) -> None:

@@ -133,6 +133,30 @@ def test_a_file_that_is_too_large_is_refused_and_gone(
     assert not list((visitor.folder / "clips").glob("upload-*"))
 
 
+def test_an_upload_is_refused_before_it_is_taken(visitor: Visitor) -> None:
+    url, token = "/inspect/api/upload", {"session": visitor.token}
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    huge = visitor.client.post(url, params=token, headers={**form, "Content-Length": str(2**40)})
+    assert huge.status_code == 400 and "1,048,576 MB are more than is taken" in huge.text
+    chunked = visitor.client.post(url, params=token, headers=form, content=iter([b"--x"]))
+    assert chunked.status_code == 400 and "Content-Length" in chunked.text
+
+
+def test_more_files_than_lanes_are_refused_in_one_line(visitor: Visitor, tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mkv", random_frames(3))
+    response = visitor.upload(*[path] * 5)
+    assert response.status_code == 400 and "Maximum number of files" in response.json()["error"]
+
+
+def test_mistakes_name_the_persons_file(visitor: Visitor, tmp_path: Path) -> None:
+    whole = write_video(tmp_path / "a.mkv", random_frames(3))
+    cut = tmp_path / "mine.mkv"
+    cut.write_bytes(whole.read_bytes()[:60])
+    response = visitor.upload(cut, whole)
+    assert response.status_code == 400 and "mine.mkv" in response.json()["error"]
+    assert "upload-" not in response.text and str(visitor.folder) not in response.text
+
+
 def test_an_unexpected_error_is_a_number_that_is_in_the_log(
     visitor: Visitor, monkeypatch, caplog
 ) -> None:

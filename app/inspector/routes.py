@@ -16,13 +16,14 @@ from functools import wraps
 from pathlib import Path
 
 import numpy as np
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from app.controls import whole
 from app.inspector import demo, probe, ring, slices, sources
-from app.inspector.clips import Clip, ClipStore
+from app.inspector.clips import Clip, ClipStore, require_room
 from app.inspector.curves import CurveJobs
 from app.sessions import Session, SessionManager
 from app.wire import sheet
@@ -31,6 +32,8 @@ from quantwm.errors import UserError
 log = logging.getLogger("quantwm.app")
 WEB = Path(__file__).resolve().parent.parent / "web" / "inspector"
 FILES = {path.name: path for path in sorted(WEB.iterdir()) if path.suffix in (".js", ".css")}
+FORM_BYTES = 2**20
+"""What a form may hold beside its files: names and borders."""
 Handler = Callable[..., Awaitable[Response]]
 
 
@@ -82,7 +85,9 @@ class Inspector:
             token = self._sessions.open(f"inspector-{secrets.token_hex(8)}").token
             self._own.add(token)
         offered = list(demo.demos().items())
-        return JSONResponse({"ok": True, "session": token, "live": live, "demos": offered})
+        most = sources.MAX_UPLOAD_BYTES
+        found = {"session": token, "live": live, "demos": offered, "upload_bytes": most}
+        return JSONResponse({"ok": True, **found})
 
     async def _leave(self, request: Request) -> Response:
         """A page of its own was closed; a driving page's session is not the inspector's to end."""
@@ -109,6 +114,7 @@ class Inspector:
         session = self._session(request.query_params.get("session"))
         folder = _clips(session)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_length(request, folder)
         received: list[tuple[Path, str]] = []
         try:
             async with request.form(max_files=sources.MAX_LANES, max_fields=0) as form:
@@ -203,6 +209,9 @@ def answered(handler: Handler) -> Handler:
             return JSONResponse({"ok": False, "error": str(error)}, 400)
         except json.JSONDecodeError:
             return JSONResponse({"ok": False, "error": "the message is not JSON"}, 400)
+        except HTTPException as error:  # a form that is none, or of more files than are taken
+            line = " ".join(str(error.detail).split())[:200]
+            return JSONResponse({"ok": False, "error": f"the upload was refused: {line}"}, 400)
         except Exception:
             ticket = secrets.token_hex(3)
             log.exception("unexpected error %s", ticket)
@@ -214,6 +223,20 @@ def answered(handler: Handler) -> Handler:
 
 def _clips(session: Session) -> Path:
     return session.folder.path / "clips"
+
+
+def _check_length(request: Request, folder: Path) -> None:
+    """Before a byte is taken: the form is spooled to disk whole before its files are seen."""
+    text = request.headers.get("content-length", "")
+    if not text.isdecimal():
+        raise UserError("an upload says how long it is (Content-Length)")
+    length, limit = int(text[:18]), sources.MAX_LANES * sources.MAX_UPLOAD_BYTES + FORM_BYTES
+    if length > limit:
+        raise UserError(
+            f"{length / 2**20:,.0f} MB are more than is taken: {sources.MAX_LANES} files of at "
+            f"most {sources.MAX_UPLOAD_BYTES // 2**20} MB; cut them shorter"
+        )
+    require_room(folder, 2 * length)
 
 
 async def _received(upload: object, folder: Path) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import IO, Any
 import numpy as np
 
 from app.inspector.clips import Clip, ClipInfo, fitting_frames, write_clip
+from quantwm.comparison import RATE_TOLERANCE
 from quantwm.errors import UserError
 from quantwm.session_reader import Session, load_session
-from quantwm.video import is_video, iter_video
+from quantwm.video_reader import VideoFacts, is_video, iter_video, probe_video
 
 MAX_UPLOAD_BYTES = 512 * 2**20
 MAX_UNPACKED_BYTES = 2 * 2**30
@@ -39,14 +41,8 @@ def from_session(folder: Path, clips: Path, title: str) -> Clip:
         raise UserError(f"{title} holds no lossless video; record it where PyAV is installed")
     lanes = _reference_first(lanes)[:MAX_LANES]
     notes = _session_notes(session)
-    return _clip_of_videos(
-        [session.video(lane) for lane in lanes],  # type: ignore[misc]
-        lanes,
-        clips,
-        title,
-        notes,
-        session,
-    )
+    videos: list[Path] = [session.video(lane) for lane in lanes]  # type: ignore[misc]
+    return _clip_of_videos(videos, lanes, clips, title, notes, session.info.fps, session)
 
 
 def from_archive(archive: Path, clips: Path, title: str) -> Clip:
@@ -70,8 +66,15 @@ def from_videos(files: Sequence[tuple[Path, str]], clips: Path) -> Clip:
     if not 2 <= len(files) <= MAX_LANES:
         raise UserError(f"open two to {MAX_LANES} videos together, or one session archive")
     names = _distinct([name for _, name in files])
+    paths = [path for path, _ in files]
     title = " | ".join(names)
-    return _clip_of_videos([path for path, _ in files], names, clips, title, (), None)
+    with _named(paths, names) as renamed:
+        facts = [
+            replace(probe_video(path), name=name) for path, name in zip(paths, names, strict=True)
+        ]
+        clip = _clip_of_videos(paths, names, clips, title, _video_notes(facts), facts[0].rate)
+        notes = tuple(renamed(note) for note in clip.info.notes)
+        return replace(clip, info=replace(clip.info, notes=notes))
 
 
 def from_uploads(files: Sequence[tuple[Path, str]], clips: Path) -> Clip:
@@ -92,7 +95,8 @@ def _clip_of_videos(
     clips: Path,
     title: str,
     notes: tuple[str, ...],
-    session: Session | None,
+    rate: float | None,
+    session: Session | None = None,
 ) -> Clip:
     streams = [iter_video(path) for path in paths]
     firsts = [_first(stream, lane) for stream, lane in zip(streams, lanes, strict=True)]
@@ -112,7 +116,7 @@ def _clip_of_videos(
         title=title,
         lanes=lanes,
         size=size,
-        fps=session.info.fps if session else _fps(paths[0]),
+        fps=rate if rate and 0.1 <= rate <= 240 else 24.0,
         frames=most,
         mode=session.info.mode if session else "",
     )
@@ -175,11 +179,42 @@ def _first(stream: Iterator[np.ndarray], name: str) -> np.ndarray:
     raise UserError(f"{name} holds no frame")
 
 
-def _fps(path: Path) -> float:
-    import imageio.v3 as iio
+def _video_notes(facts: Sequence[VideoFacts]) -> tuple[str, ...]:
+    """How the files differ, and what was done about it, a sentence each."""
+    notes = [
+        f"{one.name} has a variable frame rate: frames are paired by their number."
+        for one in facts
+        if one.variable_rate
+    ]
+    rates = [one.rate for one in facts if one.rate and not one.variable_rate]
+    if rates and max(rates) / min(rates) - 1 > RATE_TOLERANCE:
+        each = ", ".join(f"{one.name} {one.rate:.4g}" for one in facts if one.rate)
+        notes.append(f"Frames a second differ ({each}): frames are paired by their number.")
+    notes += [
+        f"{one.name} asks to be turned by {one.rotation} degrees; it is shown upright."
+        for one in facts
+        if one.rotation
+    ]
+    if len({one.pixel_format for one in facts}) > 1:
+        formats = ", ".join(one.pixel_format for one in facts)
+        notes.append(f"Pixel formats differ ({formats}): all are shown as RGB.")
+    return tuple(notes)
 
-    fps = float(iio.immeta(path, plugin="pyav").get("fps") or 0.0)
-    return fps if 0.1 <= fps <= 240 else 24.0
+
+@contextmanager
+def _named(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Callable[[str], str]]:
+    """Mistakes name files as the person named them, not as they lie on the server; gives what
+    does the same to any text."""
+
+    def renamed(text: str) -> str:
+        for path, name in zip(paths, names, strict=True):
+            text = text.replace(str(path), name).replace(path.name, name)
+        return text
+
+    try:
+        yield renamed
+    except UserError as error:
+        raise UserError(renamed(str(error))) from error
 
 
 def _chunks(session: Session | None, frames: int, cut: bool) -> dict[str, Any]:

@@ -267,7 +267,9 @@ for (const button of document.querySelectorAll("[data-do]"))
 input("files").addEventListener("change", () => {
   const files = [...input("files").files];
   input("files").value = "";
-  if (files.length) open(server.upload(files));
+  const large = files.find((file) => file.size > state.most);
+  if (large) complain(large.name + " is larger than " + Math.floor(state.most / 2 ** 20) + " MB; cut it shorter.");
+  else if (files.length) open(server.upload(files));
 });
 input("demo").addEventListener("change", () => {
   if (input("demo").value) open(server.post("open", { source: input("demo").value }));
@@ -328,6 +330,7 @@ async function begin() {
   try {
     const offered = await (await server.get("offers")).json();
     server.session = offered.session;
+    state.most = offered.upload_bytes;
     $('[data-do="live"]').hidden = !offered.live;
     $(".demo").hidden = offered.demos.length === 0;
     options(input("demo"), [["", "choose\u2026"], ...offered.demos]);
