@@ -23,12 +23,14 @@ from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.agreement_groups import agree_groups
+from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
 from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import device_named, hardware
 from kernels import fused, subspace
+from kernels import rows as row_kernel
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import QueryGuide, takes
@@ -193,9 +195,11 @@ def check_fused(device: torch.device) -> None:
 
 
 def check_subspace(device: torch.device) -> None:
-    """Leading directions of all layers and heads in one launch, against an eigensolver."""
+    """Leading directions in one launch, against an eigensolver; sparse rows spread again."""
     for problems, head_dim, rank in ((360, 128, 8), (30, 64, 4), (48, 256, 8), (40, 128, 24)):
         agree_subspace(subspace, problems, head_dim, rank, device)
+    for heads, tokens, stored in ((12, 2640, 8), (40, 21_840, 8), (3, 77, 3)):
+        agree_rows(row_kernel, heads, tokens, stored, device)
 
 
 def check_staged(device: torch.device) -> None:

@@ -148,6 +148,11 @@ def leading_kernel(
     tl.store(values_ptr + problem * RANK + columns, tl.maximum(values * trace, 0.0), mask=wanted)
 
 
+def covers(head_dim: int, directions: int) -> bool:
+    """Whether there is a kernel for matrices of this size and this many directions."""
+    return (head_dim, directions) in tuning.SUBSPACE
+
+
 def leading(
     moments: Tensor, rank: int, start: Tensor | None, directions: Tensor, steps: int, sweeps: int,
     restart: float, tiny: float, explained: float,
@@ -169,7 +174,7 @@ def leading(
     if start is not None:
         known = start.shape[2]
         checks.packed("start", start, (torch.float32, torch.bfloat16), (problems, dim, known))
-    if (dim, block) not in tuning.SUBSPACE or not 1 <= max(rank, known) <= block:
+    if not covers(dim, block) or not 1 <= max(rank, known) <= block:
         raise ValueError(f"no kernel: {block} directions for rank {rank} and {known} known ones")
     checks.together(moments, directions, start)
     vectors = torch.empty((problems, dim, rank), dtype=torch.float32, device=moments.device)

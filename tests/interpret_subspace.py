@@ -1,4 +1,4 @@
-"""The kernel of leading eigenvectors in Triton's interpreter; test_subspace_kernel.py runs it.
+"""The kernels of PSAC's bases and rows in Triton's interpreter; test_subspace_kernel.py runs it.
 
 Not collected by name: TRITON_INTERPRET=1 must be set before triton is imported, so this runs in
 a process of its own.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.agreement import Disagreement
+from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace, made_moments
 from benchmarks.guards import guarded_allocations
-from kernels import subspace
+from kernels import rows, subspace
 
 
 def test_interpreting() -> None:
@@ -46,3 +48,18 @@ def test_what_it_does_not_cover_is_refused() -> None:
         subspace.leading(moments, 8, torch.zeros(1, 64, 17), torch.zeros(64, 16), *limits)
     with pytest.raises(ValueError, match="must be contiguous"):
         subspace.leading(moments.transpose(1, 2), 8, None, torch.zeros(64, 16), *limits)
+
+
+@pytest.mark.parametrize(("heads", "tokens", "stored"), [(2, 40, 8), (3, 1030, 3), (1, 513, 4)])
+def test_rows_are_spread_to_their_tokens(heads: int, tokens: int, stored: int) -> None:
+    with guarded_allocations():
+        agree_rows(rows, heads, tokens, stored, "cpu")
+
+
+def test_rows_at_the_wrong_tokens_are_noticed() -> None:
+    def moved(*given: Any) -> tuple[torch.Tensor, ...]:
+        spread, scales = rows.spread_rows(*given)
+        return spread.roll(1, 1), scales
+
+    with pytest.raises(Disagreement, match="30% of them"):
+        agree_rows(SimpleNamespace(spread_rows=moved), 2, 40, 8, "cpu")

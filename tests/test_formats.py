@@ -13,7 +13,6 @@ from torch import Tensor
 
 from quantwm.cache.formats import FORMATS, QueryGuide, make_format
 from quantwm.cache.formats.base import Codebook, Format
-from quantwm.cache.formats.correction import Correction, kept_rows
 from quantwm.errors import UserError
 
 HEADS, CHANNELS = 2, 32
@@ -225,24 +224,6 @@ def test_the_gate_zeroes_rows_that_would_not_help() -> None:
     stored = rows.coefficients.float() * rows.row_scales.float().unsqueeze(-1)
     before, after = exact[..., 0].square(), (exact - stored)[..., 0].square()
     assert bool((after <= before * (1 + 1e-3) + 1e-9).all())
-
-
-@given(st.integers(0, 2**20), st.integers(1, 30), st.floats(0, 1))
-def test_sparse_rows_hold_what_dense_ones_hold(seed: int, count: int, share: float) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    kept = torch.rand(HEADS, count, generator=generator) < share
-    scales = torch.rand(HEADS, count, generator=generator).to(torch.float16) + 0.1
-    codes = torch.randint(-127, 128, (HEADS, count, 4), generator=generator, dtype=torch.int8)
-    basis = torch.zeros(HEADS, CHANNELS, 4, dtype=torch.bfloat16)
-    dense = Correction(0, count, basis, codes * kept.unsqueeze(-1), scales * kept, None)
-    smallest = dense.smallest(*kept_rows([dense]))
-    assert smallest.nbytes() <= dense.nbytes() == dense.dense_bytes()
-    assert (smallest.mask is not None) == (
-        int(kept.sum()) * 6 + HEADS * -(-count // 8) < dense.dense_bytes()
-    )
-    again = smallest.dense()
-    assert torch.equal(again.coefficients, dense.coefficients)
-    assert torch.equal(again.row_scales, dense.row_scales)
 
 
 def test_a_sparse_span_decodes_like_the_dense_one() -> None:

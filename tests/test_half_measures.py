@@ -15,7 +15,12 @@ from torch import Tensor
 from kernels.format import Side
 from quantwm.cache import CachePolicy, KVCache, dispatch, make_format, reference
 from quantwm.cache.formats import split_method
-from quantwm.cache.formats.correction import Correction, row_bytes, stored_rows
+from quantwm.cache.formats.correction import (
+    Correction,
+    row_bytes,
+    settled_corrections,
+    stored_rows,
+)
 from quantwm.cache.formats.quantwm_span import QuantWMSpan
 from quantwm.cache.plan import plan_method
 from quantwm.cache.positions import TokenPositions
@@ -209,7 +214,7 @@ def test_int4_rows_come_back(rank: int, seed: int) -> None:
     scales[0, 2] = 0.0
     held = Correction(0, 5, torch.zeros(2, 32, rank, dtype=torch.bfloat16), stored, scales, None)
     assert torch.equal(held.plain().coefficients, rows)
-    sparse = held.smallest(9)
+    (sparse,) = settled_corrections([held], [9])
     assert sparse.mask is None or torch.equal(sparse.dense().row_scales, scales)
     assert row_bytes(rank, "int8") == rank and stored_rows(rows, "int8") is rows
 

@@ -1,4 +1,4 @@
-"""The kernel of leading eigenvectors: in the interpreter, compiled for sm_90, on a GPU, taken."""
+"""The kernels of PSAC's bases and rows: in the interpreter, compiled for sm_90, on a GPU, taken."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from benchmarks.agreement_rows import agree_rows  # noqa: E402
 from benchmarks.agreement_subspace import agree_subspace  # noqa: E402
+from kernels import rows, tuning  # noqa: E402
 from kernels import subspace as kernel  # noqa: E402
-from kernels import tuning  # noqa: E402
 from quantwm.cache import dispatch, subspace  # noqa: E402
 from tests.test_kernels_compile import (  # noqa: E402
     REGISTER_LIMIT,
@@ -60,10 +61,25 @@ def test_compiles_without_spills(
     assert "steps" in {p.name for p in launches[0].kernel.params if p.do_not_specialize}
 
 
+def test_spreading_rows_compiles_for_rows_that_begin_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches: list[Launched] = []
+    monkeypatch.setattr(rows, "spread_rows_kernel", Recorder(rows.spread_rows_kernel, launches))
+    mask, scales = torch.zeros(2, 5, dtype=torch.uint8), torch.zeros(9, dtype=torch.float16)
+    rows.spread_rows(mask, torch.zeros(9, 8, dtype=torch.int8), scales, 40)
+    _, used = compile_launch(launches[0])
+    assert used["STACK"] == used["LOCAL"] == 0, used
+    fixed = {p.name for p in launches[0].kernel.params if p.do_not_specialize}
+    assert {"mask_ptr", "rows_ptr", "scales_ptr", "n_tokens", "mask_bytes"} <= fixed
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rank", [4, 8, 24])
 def test_on_a_gpu(rank: int) -> None:
     agree_subspace(kernel, 360, 128, rank, torch.device("cuda"))
+    agree_rows(rows, 12, 2640, rank, torch.device("cuda"))
 
 
 def test_is_taken_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:

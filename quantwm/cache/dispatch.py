@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
 from typing import Literal, NamedTuple, Protocol, get_args
 
@@ -208,18 +209,10 @@ def pass_kernels(device: torch.device) -> ModuleType | None:
     return passes
 
 
-def subspace_kernel(
-    device: torch.device, head_dim: int, rank: int, directions: int
-) -> ModuleType | None:
-    """The kernel that finds PSAC's bases; None where the PyTorch code of subspace.py does."""
-    if not isinstance(ops_for(device), TritonOps):
-        return None
-    from kernels import subspace, tuning
-
-    if (head_dim, directions) not in tuning.SUBSPACE:
-        note_fallback(f"no kernel finds PSAC's bases of rank {rank} at head dim {head_dim}")
-        return None
-    return subspace
+def kernels_in(name: str, device: torch.device) -> ModuleType | None:
+    """kernels/<name>.py; None where PyTorch's operations run on this device."""
+    ops = ops_for(device)
+    return import_module(f"kernels.{name}") if isinstance(ops, TritonOps) else None
 
 
 # --- Triton wiring: the one place that imports `kernels` ---------------------------------------

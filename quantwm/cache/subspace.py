@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantwm.cache.dispatch import subspace_kernel
+from quantwm.cache.dispatch import kernels_in, note_fallback
 
 OVERSAMPLED = 8
 """Directions iterated beside the wanted ones. Their error shrinks by lambda_(block + 1) /
@@ -55,8 +55,11 @@ def leading(moments: Tensor, rank: int, start: Tensor | None = None) -> tuple[Te
     if start is not None:
         start = start.reshape(-1, size, start.shape[-1])[..., :block]
     steps = COLD_STEPS if start is None else WARM_STEPS
-    kernel = subspace_kernel(moments.device, size, rank, block)
-    if kernel is None:
+    kernel = kernels_in("subspace", moments.device)
+    covered = kernel is not None and kernel.covers(size, block)
+    if kernel is not None and not covered:
+        note_fallback(f"no kernel finds PSAC's bases of rank {rank} at head dim {size}")
+    if kernel is None or not covered:
         vectors, values = _iterated(moments, rank, start, fixed, steps)
     else:
         limits = (RESTART, TINY, EXPLAINED)

@@ -14,8 +14,9 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+from quantwm.cache.dispatch import kernels_in
 from quantwm.cache.formats.base import storage_bytes
-from quantwm.cache.formats.rows import cut_rows, join_rows
+from quantwm.cache.formats.rows import ALIGNED_BYTES, LARGE_BYTES, cut_rows, join_rows
 from quantwm.cache.pack import pack, packed_bytes, unpack
 
 ROW_LIMITS = {"int8": 127, "int4": 7}
@@ -59,21 +60,11 @@ class Correction:
     def dense(self) -> Correction:
         if self.mask is None:
             return self
-        heads, stored = self.basis.shape[0], self.coefficients.shape[-1]
-        kept = _unpack_bits(self.mask, self.count).flatten()
-        # The rank of each kept token among all kept, without a count that would sync the device.
-        row = (kept.cumsum(0) - 1).clamp(min=0)
-        source, source_scales = self.coefficients, self.row_scales
-        if source.shape[0] == 0:
-            source, source_scales = source.new_zeros(1, stored), source_scales.new_zeros(1)
-        coefficients = source.index_select(0, row) * kept.unsqueeze(-1)
-        row_scales = source_scales.index_select(0, row) * kept
-        return replace(
-            self,
-            coefficients=coefficients.view(heads, self.count, stored),
-            row_scales=row_scales.view(heads, self.count),
-            mask=None,
-        )
+        kernel = kernels_in("rows", self.mask.device)
+        if kernel is None:
+            return dense_all([self])[0]
+        rows = kernel.spread_rows(self.mask, self.coefficients, self.row_scales, self.count)
+        return Correction(self.first, self.count, self.basis, *rows, None)
 
     @property
     def is_plain(self) -> bool:
@@ -88,20 +79,10 @@ class Correction:
         codes = unpack(dense.coefficients, self.basis.shape[2], 4).to(torch.int8)
         return replace(dense, coefficients=(codes ^ 8) - 8)
 
-    def smallest(self, kept: int) -> Correction:
-        """The dense form or, when `kept` rows and the mask take less, the sparse one."""
+    def sparse_is_smaller(self, kept: int) -> bool:
+        """Than the dense form, were `kept` rows and a mask stored. To be asked of the latter."""
         heads, stored = self.basis.shape[0], self.coefficients.shape[-1]
-        if kept * (stored + 2) + heads * -(-self.count // 8) >= self.dense_bytes():
-            return self
-        present = self.row_scales != 0
-        # The kept rows in order: a stable sort does not sync the device, as nonzero would.
-        rows = torch.argsort((~present).flatten().to(torch.uint8), stable=True)[:kept]
-        return replace(
-            self,
-            coefficients=self.coefficients.reshape(-1, stored).index_select(0, rows),
-            row_scales=self.row_scales.flatten().index_select(0, rows),
-            mask=_pack_bits(present),
-        )
+        return kept * (stored + 2) + heads * -(-self.count // 8) < self.dense_bytes()
 
     def select(self, kept: Tensor) -> Correction | None:
         """kept: int64 [n], ascending positions in the span, on the CPU."""
@@ -153,9 +134,82 @@ def settled_corrections(
     Rows of several layers may share a storage. Where only some become sparse, the others get one of
     their own: else the whole of it would be held for them.
     """
-    found = [c.smallest(kept) for c, kept in zip(corrections, counts, strict=True)]
-    mixed = len({c.mask is None for c in found}) == 2
-    return (c.alone() if mixed and c.mask is None else c for c in found)
+    chosen = [c.sparse_is_smaller(n) for c, n in zip(corrections, counts, strict=True)]
+    some = [c for c, wanted in zip(corrections, chosen, strict=True) if wanted]
+    sparse = iter(sparse_all(some, [n for n, wanted in zip(counts, chosen, strict=True) if wanted]))
+    mixed = 0 < len(some) < len(corrections)
+    for dense, wanted in zip(corrections, chosen, strict=True):
+        yield next(sparse) if wanted else dense.alone() if mixed else dense
+
+
+TOGETHER = LARGE_BYTES // 8
+"""Rows that are put in or taken out together, with an int64 place each: a bound on the transient.
+Of one layer alone it is some 15 launches, 20 us of CPU each."""
+
+
+def _runs(corrections: Sequence[Correction]) -> Iterator[slice]:
+    """Neighbours whose rows may share a storage and do not pass `TOGETHER`."""
+    first = 0
+    while first < len(corrections):
+        one, stop = corrections[first], first + 1
+        rows = one.basis.shape[0] * one.count
+        sizes = rows * one.coefficients.shape[-1], rows * one.row_scales.element_size()
+        if all(size % ALIGNED_BYTES == 0 for size in sizes):
+            most = min(first + max(TOGETHER // max(rows, 1), 1), len(corrections))
+            while stop < most and _alike(one, corrections[stop]):
+                stop += 1
+        yield slice(first, stop)
+        first = stop
+
+
+def _alike(one: Correction, other: Correction) -> bool:
+    geometry = (other.count, other.basis.shape, other.coefficients.shape[-1])
+    return geometry == (one.count, one.basis.shape, one.coefficients.shape[-1])
+
+
+def dense_all(corrections: Sequence[Correction]) -> list[Correction]:
+    """`Correction.dense` of every one, with a few operations for many."""
+    found: list[Correction] = list(corrections)
+    sparse = [place for place, c in enumerate(found) if c.mask is not None]
+    for run in _runs([found[place] for place in sparse]):
+        places = sparse[run]
+        some = [found[place] for place in places]
+        masks = [c.mask for c in some if c.mask is not None]
+        heads, count, stored = some[0].basis.shape[0], some[0].count, some[0].coefficients.shape[-1]
+        kept = _unpack_bits(torch.stack(masks), count).flatten()
+        # The rank of each kept token among all kept, without a count that would sync the device.
+        row = (kept.cumsum(0) - 1).clamp(min=0)
+        source = torch.cat([c.coefficients for c in some])
+        source_scales = torch.cat([c.row_scales for c in some])
+        if source.shape[0] == 0:
+            source, source_scales = source.new_zeros(1, stored), source_scales.new_zeros(1)
+        rows = source.index_select(0, row) * kept.unsqueeze(-1)
+        scales = source_scales.index_select(0, row) * kept
+        shape = (len(some), heads, count)
+        parts = zip(rows.view(*shape, stored).unbind(0), scales.view(shape).unbind(0), strict=True)
+        for place, c, part in zip(places, some, parts, strict=True):
+            found[place] = Correction(c.first, count, c.basis, *part, None)
+    return found
+
+
+def sparse_all(dense: Sequence[Correction], counts: Sequence[int]) -> list[Correction]:
+    """The sparse form of every dense one. counts: rows of each that correct anything."""
+    found: list[Correction] = []
+    for run in _runs(dense):
+        some, kept = dense[run], list(counts[run])
+        scales = torch.stack([c.row_scales for c in some])
+        present = scales != 0
+        # The kept rows in order: a stable sort does not sync the device, as nonzero would.
+        order = torch.argsort((~present).flatten().to(torch.uint8), stable=True)[: sum(kept)]
+        rows = torch.stack([c.coefficients for c in some]).flatten(0, 2).index_select(0, order)
+        parts = (
+            rows.split(kept),
+            scales.flatten().index_select(0, order).split(kept),
+            _pack_bits(present).unbind(0),
+        )
+        for c, *part in zip(some, *parts, strict=True):
+            found.append(Correction(c.first, c.count, c.basis, *part))
+    return found
 
 
 def cut_corrections(
@@ -164,7 +218,7 @@ def cut_corrections(
     """Of tokens start .. stop - 1 of each span."""
     if not _in_step(corrections):
         return [c and cut_corrections([c], start, stop)[0] for c in corrections]
-    all_dense = [c.dense() for c in corrections]
+    all_dense = dense_all(corrections)
     held = all_dense[0]
     first, last = max(start, held.first), min(stop, held.first + held.count)
     if first >= last:
@@ -189,7 +243,7 @@ def join_all_corrections(
 ) -> list[Correction | None]:  # fmt: skip
     """`join_corrections` of every pair."""
     if _in_step(firsts) and _in_step(seconds):
-        heads, tails = [c.dense() for c in firsts], [c.dense() for c in seconds]
+        heads, tails = dense_all(firsts), dense_all(seconds)
         if heads[0].first + heads[0].count == before and tails[0].first == 0:
             parts = (
                 join_rows([c.coefficients for c in heads], [c.coefficients for c in tails]),
@@ -248,11 +302,13 @@ def _zero_rows(like: Tensor, count: int) -> Tensor:
 
 
 def _pack_bits(present: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(present, (0, -present.shape[1] % 8)).unflatten(1, (-1, 8))
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=padded.device)
+    """bool [..., N] -> uint8 [..., ceil(N / 8)]."""
+    padded = torch.nn.functional.pad(present, (0, -present.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=padded.device)
     return (padded * weights).sum(-1, dtype=torch.uint8)
 
 
 def _unpack_bits(mask: Tensor, count: int) -> Tensor:
+    """uint8 [..., ceil(count / 8)] -> bool [..., count]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
-    return ((mask.unsqueeze(-1) >> shifts) & 1).flatten(1)[:, :count].bool()
+    return ((mask.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :count].bool()

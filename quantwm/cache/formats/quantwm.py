@@ -31,6 +31,7 @@ from quantwm.cache.formats.base import (
 from quantwm.cache.formats.correction import (
     ROW_LIMITS,
     Correction,
+    dense_all,
     kept_rows,
     row_bytes,
     settled_corrections,
@@ -208,10 +209,9 @@ class QuantWMFormat:
         return self.settled(dense, torch.cat(found).tolist() if found else [])
 
     def dense(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
-        return [
-            replace(s, correction=s.correction.dense()) if s.correction is not None else s
-            for s in spans
-        ]
+        """With PSAC rows in their dense form."""
+        found = iter(dense_all([s.correction for s in spans if s.correction is not None]))
+        return [replace(s, correction=next(found)) if s.correction else s for s in spans]
 
     def counts(self, dense: Sequence[QuantWMSpan]) -> list[Tensor]:
         return kept_rows([s.correction for s in dense if s.correction is not None])
