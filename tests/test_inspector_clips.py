@@ -166,6 +166,28 @@ def test_a_recorded_session_opens_with_its_chunks(session: Path, tmp_path: Path)
     assert read_bar_code(clip.read(0, 1)[0, 0]) == 16
 
 
+def test_other_weights_are_said_and_still_play(session: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "_own_weights", lambda world: "f" * 64)
+    clip = sources.from_session(session, tmp_path / "clips", "Recorded")
+    assert clip.info.frames == 12
+    assert any("this program has ffffffffffff" in note for note in clip.info.notes)
+
+
+def test_the_weights_of_worlds_are_known_by_their_manifest() -> None:
+    assert len(sources._own_weights("embedded") or "") == 64
+    assert sources._own_weights("somebody-elses") is None
+
+
+def test_an_archive_of_half_a_session_names_the_archive(session: Path, tmp_path: Path) -> None:
+    (session / "actions.ndjson").unlink()
+    archive = tmp_path / "half.zip"
+    with zipfile.ZipFile(archive, "w") as packed_half:
+        for path in session.iterdir():
+            packed_half.write(path, path.name)
+    with pytest.raises(UserError, match=r"^half\.zip holds no actions\.ndjson"):
+        sources.from_uploads([(archive, "half.zip")], tmp_path / "clips")
+
+
 def test_an_archive_opens_and_leaves_nothing_behind(session: Path, tmp_path: Path) -> None:
     archive = zip_session(session, tmp_path / "packed.zip")
     clip = sources.from_uploads([(archive, "packed.zip")], tmp_path / "clips")

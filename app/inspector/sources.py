@@ -19,6 +19,9 @@ from quantwm.comparison import RATE_TOLERANCE
 from quantwm.errors import UserError
 from quantwm.session_reader import Session, load_session
 from quantwm.video_reader import VideoFacts, is_video, iter_video, probe_video
+from quantwm.worlds.embedded.adapter import ASSETS
+from quantwm.worlds.embedded.adapter import SPEC as EMBEDDED
+from quantwm.worlds.embedded.weights import read_manifest
 
 MAX_UPLOAD_BYTES = 512 * 2**20
 MAX_UNPACKED_BYTES = 2 * 2**30
@@ -52,7 +55,8 @@ def from_archive(archive: Path, clips: Path, title: str) -> Clip:
     folder.mkdir(parents=True, mode=0o700)
     try:
         _unpack(archive, folder, title)
-        return from_session(folder, clips, title)
+        with _named([folder], [title]):
+            return from_session(folder, clips, title)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -116,7 +120,7 @@ def _clip_of_videos(
         title=title,
         lanes=lanes,
         size=size,
-        fps=rate if rate and 0.1 <= rate <= 240 else 24.0,
+        fps=round(rate, 3) if rate and 0.1 <= rate <= 240 else 24.0,
         frames=most,
         mode=session.info.mode if session else "",
     )
@@ -234,7 +238,23 @@ def _session_notes(session: Session) -> tuple[str, ...]:
     notes = [f"{note[0].upper()}{note[1:]}." for note in session.notes]
     if not session.complete:
         notes.append("The recording was cut off; what had been written is shown.")
+    own, made = _own_weights(session.info.world), session.info.weights_sha256
+    if own not in (None, made):
+        notes.append(
+            f"It was recorded with weights {made[:12]}, this program has {own[:12]}: what is shown "
+            "is the recording, a replay would show other frames."
+        )
     return tuple(notes)
+
+
+def _own_weights(world: str) -> str | None:
+    """Hash of the weights that this program has of a world, as far as its manifest says."""
+    if world != EMBEDDED.name:
+        return None
+    try:
+        return read_manifest(ASSETS / "embedded").sha256
+    except UserError:
+        return None  # a machine without weights cannot tell
 
 
 def _reference_first(lanes: tuple[str, ...]) -> tuple[str, ...]:
