@@ -18,6 +18,9 @@ LOG2_E = 1.4426950408889634
 PLAIN, INT8 = 0, 3
 KINDS = {"plain": PLAIN, "ternary": 1, "affine": 2}
 
+Piece = tuple[Side, Side, int, int, int]
+"""Keys and values of a segment, the tokens of one chunk of it, and that chunk's number."""
+
 
 def unsupported_queries(q: Tensor) -> str | None:
     """Why the fused kernel does not take these queries, in a few words; None when it does."""
@@ -32,36 +35,58 @@ def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: flo
     """Softmax attention of q [H, Nq, D] over segments of keys and values -> [H, Nq, D].
 
     segments: (keys, values, start, stop): tokens [start, stop) of both are attended. scale: of
-    the scores. One launch a segment and chunk of it; between them the running softmax lies in
-    float32 [H, Nq, D] and two [H, Nq], all that is needed beyond the output. ValueError on
-    anything else.
+    the scores. One launch a segment and chunk of it. ValueError on anything else.
     """
-    reason = unsupported_queries(q)
-    if reason or q.stride(2) != 1:
-        raise ValueError(f"no kernel: {reason or 'channels of q must be adjacent'}")
-    heads, queries, dim = q.shape
     shown = [piece for segment in segments for piece in _pieces(*segment)]
     if not shown:
         raise ValueError("attention needs at least one token")
-    out = torch.empty((heads, queries, dim), dtype=q.dtype, device=q.device)
-    state: tuple[Tensor | None, ...] = (None, None, None)
-    if len(shown) > 1:
-        rows = torch.empty((2, heads, queries), dtype=torch.float32, device=q.device)
-        sums = torch.empty((heads, queries, dim), dtype=torch.float32, device=q.device)
-        state = (sums, rows[0], rows[1])
-    else:
-        state = (out, out, out)  # neither read nor written
     for keys, values, _, stop in segments:
         _check(keys, q, stop), _check(values, q, stop)
-    for number, (keys, values, start, stop, chunk) in enumerate(shown):
-        flags = (int(number == 0), int(number == len(shown) - 1))
-        _launch(q, None, out, state, keys, values, (start, stop), chunk, flags, scale)
-    return out
+    running = Running(q, scale, len(shown) > 1)
+    for number, piece in enumerate(shown):
+        running.launch(piece, number == len(shown) - 1)
+    return running.out
 
 
-def _pieces(
-    keys: Side, values: Side, start: int, stop: int
-) -> Iterator[tuple[Side, Side, int, int, int]]:
+class Running:
+    """Softmax attention over segments that come one after the other.
+
+    Between two of them the running softmax lies in float32 [H, Nq, D] and two [H, Nq], all that is
+    needed beyond the output; what a segment was read from is free for others after its launch.
+    """
+
+    def __init__(self, q: Tensor, scale: float, several: bool = True) -> None:
+        """q: [H, Nq, D]; several: more than one launch will come. ValueError on anything else."""
+        reason = unsupported_queries(q)
+        if reason or q.stride(2) != 1:
+            raise ValueError(f"no kernel: {reason or 'channels of q must be adjacent'}")
+        heads, queries, dim = q.shape
+        self._q, self._scale, self._first = q, scale, True
+        self.out = torch.empty((heads, queries, dim), dtype=q.dtype, device=q.device)
+        self._state = (self.out, self.out, self.out)  # neither read nor written
+        if several:
+            rows = torch.empty((2, heads, queries), dtype=torch.float32, device=q.device)
+            sums = torch.empty((heads, queries, dim), dtype=torch.float32, device=q.device)
+            self._state = (sums, rows[0], rows[1])
+
+    def add(self, keys: Side, values: Side, start: int, stop: int, last: bool) -> None:
+        """Attend to tokens start .. stop - 1 of a segment; `out` is there after the last."""
+        _check(keys, self._q, stop), _check(values, self._q, stop)
+        pieces = list(_pieces(keys, values, start, stop))
+        if last and not pieces:
+            raise ValueError("the last segment needs at least one token")
+        for number, piece in enumerate(pieces):
+            self.launch(piece, last and number == len(pieces) - 1)
+
+    def launch(self, piece: Piece, last: bool) -> None:
+        keys, values, start, stop, chunk = piece
+        flags = (int(self._first), int(last))
+        self._first = False
+        _launch(self._q, None, self.out, self._state, keys, values, (start, stop), chunk, flags,
+                self._scale)  # fmt: skip
+
+
+def _pieces(keys: Side, values: Side, start: int, stop: int) -> Iterator[Piece]:
     """The segment cut at its chunks' ends, with the number of each chunk; nothing empty."""
     stops = keys.chunk_stops or values.chunk_stops or (stop,)
     if values.chunk_stops and values.chunk_stops != stops:

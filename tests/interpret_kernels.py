@@ -12,11 +12,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.agreement import Disagreement, agree, agree_encode_qvg, agree_update, make_case
+from benchmarks.agreement import (
+    Disagreement,
+    agree,
+    agree_encode_qvg,
+    agree_update,
+    make_case,
+    relative_error,
+)
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
-from kernels import decode, encode, groups, kmeans, stages, tuning
-from quantwm.cache import reference
+from kernels import decode, encode, fused, groups, kmeans, stages, tuning
+from quantwm.cache import (
+    CachePolicy,
+    CacheSpec,
+    KVCache,
+    LayerWrite,
+    Workspace,
+    make_format,
+    reference,
+)
+from quantwm.cache import fused as attention_modes
 from quantwm.cache.dispatch import TritonOps
 
 OPS = TritonOps(kmeans, encode, decode, groups, stages)
@@ -52,6 +68,25 @@ def test_update_in_parts(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
 @pytest.mark.parametrize("shape", [(2, 70, 40, 128, 64, 4, 16), (1, 130, 129, 64, 16, 3, 5)])
 def test_fused_attention(shape: tuple[int, ...]) -> None:
     agree_fused("cpu", *shape)
+
+
+@pytest.mark.parametrize("method", ["qvg", "quantwm", "rtn", "bf16"])
+def test_attention_in_slabs(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """A sink, packed spans that slabs cut anywhere, recent frames: as staged."""
+    monkeypatch.setattr(attention_modes, "fused_kernel", lambda device: fused)
+    spec = CacheSpec(layers=1, heads=2, head_dim=64, tokens_per_frame=15, frames_per_chunk=3)
+    policy = CachePolicy(sink_frames=1, window_frames=16, recent_chunks=1, span_tokens=60)
+    fmt = make_format(method, **({"centroids": 8} if method in ("qvg", "quantwm") else {}))
+    cache = KVCache(spec, fmt, policy, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 45, 64, generator=generator) for _ in range(3))
+    for frame in range(0, 21, 3):
+        cache.prefill(frame, 3, [LayerWrite(0, k + frame, v, q)])
+    cache.begin_chunk(21, 3)
+    staged = cache.attend(0, q, k, v)
+    cache.workspace = Workspace(scratch_limit=1, mode="slabs")
+    assert relative_error(cache.attend(0, q, k, v), staged.double()) < 1e-5
+    assert cache.workspace.nbytes == 2 * 2 * 128 * 64 * 4
 
 
 def test_float32_keys() -> None:

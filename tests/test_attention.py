@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch, make_format
 from quantwm.cache.attention import attention
 from quantwm.cache.formats.qvg import QvgConfig, QvgFormat
+from quantwm.cache.slabs import SLAB_BYTES, slab_tokens
 from quantwm.cache.workspace import SCRATCH_LIMIT, Workspace, heads_at_once
 from quantwm.errors import UserError
 
@@ -92,12 +93,24 @@ def test_a_format_that_decodes_no_single_heads_is_named(monkeypatch: pytest.Monk
     assert "qvg decodes no single ones" in dispatch.explain("cpu")
 
 
-def test_fused_on_a_cpu_is_staged_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "says"), [("fused", "fused"), ("slabs", "in slabs")])
+def test_low_memory_on_a_cpu_is_staged_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, mode: str, says: str
+) -> None:
     monkeypatch.setattr(dispatch, "_notes", {})
     staged = filled("quantwm", Workspace()).attend(0, *queries())
-    fused = filled("quantwm", Workspace(mode="fused")).attend(0, *queries())
-    assert torch.equal(staged, fused)
-    assert "attention is staged where it was to be fused: PyTorch" in dispatch.explain("cpu")
+    other = filled("quantwm", Workspace(mode=mode)).attend(0, *queries())
+    assert torch.equal(staged, other)
+    assert f"attention is staged where it was to be {says}: PyTorch" in dispatch.explain("cpu")
+
+
+def test_slabs_are_few_and_equal() -> None:
+    assert slab_tokens(28_080, 40, 128, 2, SLAB_BYTES) == 4_096
+    assert slab_tokens(8_192, 40, 128, 2, SLAB_BYTES) == 4_096
+    assert slab_tokens(8_200, 40, 128, 2, SLAB_BYTES) == 2_816
+    assert slab_tokens(100, 40, 128, 2, SLAB_BYTES) == 128
+    assert slab_tokens(0, 40, 128, 2, SLAB_BYTES) == 0
+    assert slab_tokens(1_000, 3, 64, 2, limit=1) == 128
 
 
 def test_the_mode_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +119,8 @@ def test_the_mode_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert Workspace().mode == "fused"
     assert Workspace(mode="staged").mode == "staged"
     monkeypatch.setenv("QUANTWM_ATTENTION", "magic")
-    with pytest.raises(UserError, match="QUANTWM_ATTENTION must be one of staged, fused, got"):
+    says = "QUANTWM_ATTENTION must be one of staged, slabs, fused, got"
+    with pytest.raises(UserError, match=says):
         Workspace()
     with pytest.raises(UserError, match="scratch_limit is in bytes and at least 1, got 0"):
         Workspace(scratch_limit=0, mode="staged")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quantwm.cache.fused import fused_attention
+from quantwm.cache.fused import low_memory_attention
 from quantwm.cache.reading import Reading
 from quantwm.cache.workspace import Workspace
 
@@ -36,8 +36,8 @@ def attend(reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | Non
     bias: as in `attention`. Staged, heads take turns where all of them would pass the scratch's
     limit; every head's result is the same either way.
     """
-    if workspace.mode == "fused":
-        out = fused_attention(reading, q, bias)
+    if workspace.mode != "staged":
+        out = low_memory_attention(reading, q, workspace, bias)
         if out is not None:
             return out
     group = reading.heads_at_once(workspace, q.dtype)

@@ -5,7 +5,7 @@ Environment variables of the library (all of them):
 | variable | values | meaning |
 |---|---|---|
 | QUANTWM_KERNELS | auto (default), reference, triton | which primitives run on a CUDA device |
-| QUANTWM_ATTENTION | staged (default), fused | whether attention decodes into a scratch first |
+| QUANTWM_ATTENTION | staged (default), slabs, fused | decoded at a time: all, a slab, a tile |
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantwm.errors import UserError
 logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "triton")
-AttentionMode = Literal["staged", "fused"]
+AttentionMode = Literal["staged", "slabs", "fused"]
 
 
 class Ops(GroupOps, Protocol):

@@ -1,4 +1,4 @@
-"""Fused attention: packed spans are decoded inside the kernel, and no scratch is needed."""
+"""Attention with little memory: fused, where the kernel decodes packed spans, or in slabs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from kernels.format import Side
 from quantwm.cache.dispatch import fused_kernel, note_fallback
 from quantwm.cache.formats.base import Fusible
 from quantwm.cache.reading import Reading
+from quantwm.cache.slabs import SLAB_BYTES, attend_slabs
 from quantwm.cache.unrotation import wants_unrotated
+from quantwm.cache.workspace import Workspace
 
 UNPROVEN = ("affine",)
 """Sides that the kernel computes but that attention is not trusted to: on an H200 (2026-11-29) two
@@ -18,22 +20,33 @@ Shown = tuple[Side, Side, int, int]
 """Keys and values of a segment, and the tokens of it that are seen."""
 
 
-def fused_attention(reading: Reading, q: Tensor, bias: Tensor | None) -> Tensor | None:
-    """q [H, Nq, D] over all that the reading shows -> [H, Nq, D].
+def low_memory_attention(
+    reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | None
+) -> Tensor | None:
+    """q [H, Nq, D] over all that the reading shows -> [H, Nq, D], fused or in slabs.
 
-    None where this cannot be had; why is then named by `explain`, and attention is staged.
+    None where neither can be had, and attention is staged; `explain` names what was done without.
     """
+    wanted = "fused" if workspace.mode == "fused" else "in slabs"
     kernel = fused_kernel(q.device)
     reason = kernel if isinstance(kernel, str) else kernel.unsupported_queries(q)
     if bias is not None:
         reason = "a score bias is added to the scores of staged keys"
-    segments = [] if reason else _segments(reading, q)
-    if isinstance(segments, str):
-        reason = segments
     if reason:
-        note_fallback(f"attention is staged where it was to be fused: {reason}")
+        note_fallback(f"attention is staged where it was to be {wanted}: {reason}")
         return None
-    return kernel.fused(q, segments, q.shape[2] ** -0.5)
+    scale = q.shape[2] ** -0.5
+    if workspace.mode == "fused":
+        segments = _segments(reading, q)
+        if not isinstance(segments, str):
+            return kernel.fused(q, segments, scale)
+        note_fallback(
+            f"attention goes in slabs of at most {SLAB_BYTES:,} bytes where it was to be fused: "
+            f"{segments}"
+        )
+    running = kernel.Running(q, scale)
+    attend_slabs(reading, workspace, running)
+    return running.out
 
 
 def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:

@@ -41,8 +41,8 @@ class Workspace:
         """scratch_limit: bytes that an attention decodes into at a time; beyond it heads take
         turns, with the same bits. One head's tokens, and what `gather` returns, are not split.
 
-        mode: "staged" decodes into the scratch, "fused" inside the attention, without one; None
-        for what QUANTWM_ATTENTION says.
+        mode: "staged" decodes into the scratch, "slabs" a few thousand tokens of it at a time,
+        "fused" inside the attention, without one; None for what QUANTWM_ATTENTION says.
         """
         if scratch_limit < 1:
             raise UserError(f"scratch_limit is in bytes and at least 1, got {scratch_limit}")
