@@ -171,7 +171,7 @@ def _finished(
     )  # fmt: skip
     if TURN:
         sine, cosine = turn_tiles(
-            phases_ptr, places_ptr, first_place, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
+            phases_ptr, places_ptr, first_place, 1, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
             GRID_COLUMNS, LISTED, FAST,
         )  # fmt: skip
         turned = even * cosine - odd * sine

@@ -23,6 +23,7 @@ class Turning:
         grid: rows and columns of a frame.
         first_place: of the first token, counted from the frame that phases begin with.
         places: int32 [N], the same token by token, where they do not follow each other.
+        step: places from one token to the next, where they do.
     """
 
     phases: Tensor | None = None
@@ -30,6 +31,7 @@ class Turning:
     grid: tuple[int, int] = (1, 1)
     first_place: int = 0
     places: Tensor | None = None
+    step: int = 1
 
     def check(self, dim: int) -> None:
         """ValueError when it does not suit this head size."""
@@ -96,9 +98,9 @@ def sine_cosine(phase, FAST: tl.constexpr):
 
 @triton.jit
 def turn_tiles(
-    phases_ptr, places_ptr, first_place, rows, valid, PAIRS: tl.constexpr, TIME: tl.constexpr,
-    ROW: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr,
-    FAST: tl.constexpr,
+    phases_ptr, places_ptr, first_place, step, rows, valid, PAIRS: tl.constexpr,
+    TIME: tl.constexpr, ROW: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr,
+    LISTED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Sine and cosine of every pair of tokens, float32 [BLOCK_N, PAIRS].
 
@@ -109,21 +111,21 @@ def turn_tiles(
     if LISTED:
         place = tl.load(places_ptr + rows, mask=valid, other=0)
     else:
-        place = (first_place + rows).to(tl.int32)
+        place = (first_place + step * rows).to(tl.int32)
     cell = place % (GRID_ROWS * GRID_COLUMNS)
     frame = place // (GRID_ROWS * GRID_COLUMNS)
     pair = tl.arange(0, PAIRS)
     row, column = (cell // GRID_COLUMNS)[:, None], (cell % GRID_COLUMNS)[:, None]
     in_grid = tl.where((pair < TIME + ROW)[None, :], row, column)
-    step = tl.where((pair < TIME)[None, :], frame[:, None], in_grid)
+    steps = tl.where((pair < TIME)[None, :], frame[:, None], in_grid)
     first = tl.load(phases_ptr + pair)[None, :]
-    phase = first + step * tl.load(phases_ptr + PAIRS + pair)[None, :]
+    phase = first + steps * tl.load(phases_ptr + PAIRS + pair)[None, :]
     return sine_cosine(phase, FAST)
 
 
 @triton.jit
 def token_tile(
-    x_ptr, x_stride_h, x_stride_n, phases_ptr, places_ptr, first_place, head, rows, valid,
+    x_ptr, x_stride_h, x_stride_n, phases_ptr, places_ptr, first_place, step, head, rows, valid,
     D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr,
     GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +135,7 @@ def token_tile(
     even, odd = tl.split(tl.reshape(x, (rows.shape[0], D // 2, 2)))
     if TURN:
         sine, cosine = turn_tiles(
-            phases_ptr, places_ptr, first_place, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
+            phases_ptr, places_ptr, first_place, step, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
             GRID_COLUMNS, LISTED, FAST,
         )  # fmt: skip
         back = even * cosine + odd * sine

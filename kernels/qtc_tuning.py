@@ -13,7 +13,7 @@ DECODE = {
 }
 ENCODE = {
     64: Launch(32, 0, 4, 1, COMPILED),
-    128: Launch(32, 0, 8, 1, COMPILED),
+    128: Launch(64, 0, 8, 1, COMPILED),
 }
 SUMS = {
     64: Launch(64, 0, 4, 1, COMPILED),

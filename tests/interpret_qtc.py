@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile
 from quantwm.cache.dispatch import QtcKernels
-from quantwm.cache.formats import qtc_basis, qtc_span, qtc_tokens
+from quantwm.cache.formats import qtc_basis, qtc_learner, qtc_ready, qtc_span, qtc_tokens
 from quantwm.cache.formats.base import QueryGuide
 from quantwm.cache.formats.qtc import QtcConfig, QtcFormat
-from quantwm.cache.formats.qtc_learner import SlotGuide
+from quantwm.cache.formats.qtc_learner import LearnedGuide, Lesson, SlotGuide, slot_metric
 from quantwm.cache.formats.qtc_span import QtcSpan
-from quantwm.cache.formats.qtc_statistics import SlotStatistics
-from quantwm.cache.formats.qtc_tokens import Tokens
+from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, triangle
+from quantwm.cache.formats.qtc_tokens import Projection, Tokens
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
 
@@ -153,31 +153,63 @@ def test_codes_without_a_basis(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(outs[0], outs[1], atol=0.01, rtol=0.01)
 
 
-@pytest.mark.parametrize(("dim", "tokens"), [(64, 3), (64, 100), (128, 49)])
-def test_means_weights_and_moments(monkeypatch: pytest.MonkeyPatch, dim: int, tokens: int) -> None:
+@pytest.mark.parametrize(("dim", "tokens", "step"), [(64, 3, 1), (64, 100, 1), (128, 149, 3)])
+def test_means_weights_and_moments(
+    monkeypatch: pytest.MonkeyPatch, dim: int, tokens: int, step: int
+) -> None:
     x = _randn(2, tokens, dim).bfloat16()
-    x[1, tokens // 2] = 1e4
+    x[1, tokens // 2 // step * step] = 1e4
+    about = _randn(2, dim, seed=1)
     found = []
-    for on in (False, True):
-        with_kernels(monkeypatch, on)
-        seen = Tokens.of(x, LAYOUTS[dim], _positions(tokens, 5, gaps=True))
-        centre, weights = seen.centre()
-        moments = seen.second_moment(centre, weights), seen.second_moment()
-        found.append((centre, weights, *moments))
-    for plain, mine in zip(*found, strict=True):
-        torch.testing.assert_close(mine, plain, atol=2e-4 * float(plain.abs().max()), rtol=1e-4)
+    for gaps in (False, True):
+        for on in (False, True):
+            with_kernels(monkeypatch, on)
+            seen = Tokens.of(x, LAYOUTS[dim], _positions(tokens, 5, gaps)).every(step)
+            centre, weights = seen.centre()
+            moments = seen.second_moment(centre, weights), seen.second_moment()
+            found.append((centre, weights, *moments, *seen.coded_mean(about)))
+        for plain, own in zip(*found[-2:], strict=True):
+            assert plain.dtype == own.dtype
+            size = 2e-4 * float(plain.abs().max()) if plain.is_floating_point() else 1.0
+            torch.testing.assert_close(own, plain, atol=size, rtol=1e-4)
     assert float(found[0][1].min()) < 0.01 or tokens < 4
+
+
+def test_what_a_run_of_layers_is_encoded_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metric and projection of some layers together are those of each by itself."""
+    monkeypatch.setattr(qtc_ready, "HEADS", 4)
+    monkeypatch.setattr(qtc_learner, "qtc_kernels", lambda *_: KERNELS)
+    cases = [Case(2, 8, 64, 2.0, 0.5) for _ in range(3)]
+    queries = [_randn(2, 90, 64, seed=seed) for seed in range(3)]
+    moments = tuple(QueryMoment(triangle(q.mT @ q), 90) for q in queries)
+    bases = tuple(case.basis for case in cases)
+    lesson = Lesson(1, bases, bases, 90, ())
+    guide = LearnedGuide(LAYOUTS[64], TokenPositions(0, 8), moments, 8, lesson)
+    held = len(guide.tensors())
+    for slot in (0, 1, 2, 0):
+        known = guide.of_slot(slot)
+        alone = slot_metric(moments[slot], 64, LAYOUTS[64], 8)
+        torch.testing.assert_close(known.metric(64), alone.float(), atol=1e-5, rtol=1e-4)
+        for role, metric in (("keys", alone), ("values", None)):
+            expected = Projection.of(KERNELS, bases[slot], metric)
+            found = known.projection(role)
+            scale = float(expected.high.abs().max())
+            torch.testing.assert_close(found.high, expected.high, atol=1e-4 * scale, rtol=1e-4)
+            torch.testing.assert_close(found.costs, expected.costs, atol=1e-4, rtol=1e-4)
+    assert len(guide.tensors()) == held + 7
+    guide.forget()
+    assert len(guide.tensors()) == held
 
 
 def test_launchers_refuse_what_they_do_not_cover() -> None:
     x, none = torch.zeros(1, 8, 48), qtc_tile.Turning()
     with pytest.raises(ValueError, match="head dim 48"):
-        qtc_moments.distances(x, none, torch.zeros(1, 48))
+        qtc_moments.centre(x, none, 1, 16.0)
     x = torch.zeros(1, 8, 64)
     with pytest.raises(ValueError, match="phases must be"):
         turned = qtc_tile.Turning(torch.zeros(2, 30, dtype=torch.int32))
-        qtc_moments.distances(x, turned, torch.zeros(1, 64))
+        qtc_moments.centre(x, turned, 1, 16.0)
     with pytest.raises(ValueError, match="groups of 3"):
-        qtc_moments.group_sums(x, none, None, 3)
+        qtc_moments.centre(x, none, 3, 16.0)
     with pytest.raises(ValueError, match="together"):
         qtc_moments.second_moment(x, none, torch.zeros(1, 64), None)

@@ -63,15 +63,15 @@ def run_launchers(dim: int, rows: int, words: int, turned: bool) -> None:
         turning = qtc_tile.Turning(phases, (dim // 6, dim // 6), (30, 52), 0)
     x, weights = none(heads, tokens, dim).bfloat16(), none(heads, tokens)
     centre, widths = none(heads, dim), none(heads, rows // 16, dtype=torch.uint8)
-    qtc_moments.group_sums(x, turning, None, 16)
-    qtc_moments.group_sums(x, turning, weights, 16)
-    qtc_moments.distances(x, turning, centre)
+    qtc_moments.centre(x, turning, 16, 16.0)
+    qtc_moments.centre(x, turning, 16, 16.0, centre)
     qtc_moments.second_moment(x, turning, centre, weights)
     qtc_moments.second_moment(x, turning, None, None)
     cpu = torch.device("cpu")
-    tables = (qtc_levels.table(cpu), none(256), *qtc_levels.cell_tables(cpu))
+    tables = qtc_levels.table(cpu), none(256), qtc_levels.cell_table(cpu)
+    analysis = qtc_encode.split(none(heads, dim, rows))
     codes, gains = qtc_encode.encode_qtc(
-        x, turning, centre, none(heads, dim, rows), none(heads, rows), widths, words, tables
+        x, turning, centre, analysis, none(heads, rows), widths, words, tables
     )
     basis = none(heads, rows, dim, dtype=torch.int8), none(heads, rows).bfloat16()
     means = none(heads, 1, dim, dtype=torch.int8), none(heads, 1).bfloat16()
@@ -91,8 +91,8 @@ def test_every_launch_row_compiles(
 ) -> None:
     run_launchers(dim, rows, words, turned)
     assert {launched.kernel.__name__ for launched in launches} == {
-        "group_sums_kernel", "distances_kernel", "second_moment_kernel", "encode_qtc_kernel",
-        "decode_qtc_kernel", "rows_qtc_kernel",
+        "group_sums_kernel", "middle_kernel", "weighted_sums_kernel", "mean_kernel",
+        "second_moment_kernel", "encode_qtc_kernel", "decode_qtc_kernel", "rows_qtc_kernel",
     }  # fmt: skip
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
@@ -108,8 +108,9 @@ def test_every_launch_row_compiles(
 def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
     growing = {"n_tokens", "offset", "start", "stop", "n_chunks", "first_place", "blocks"}
+    growing |= {"step", "groups", "several", "merged"}
     kernels = [getattr(m, n) for m in MODULES for n in vars(m) if n.endswith("_kernel")]
-    assert len(kernels) == 6
+    assert len(kernels) == 8
     for kernel in kernels:
         for parameter in kernel.params:
             if parameter.name in growing:

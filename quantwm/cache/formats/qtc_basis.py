@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantwm.cache.formats.qtc_levels import DISTORTIONS
 from quantwm.cache.formats.qtc_planes import BLOCK, Widths
+from quantwm.cache.formats.qtc_worker import eigh
 
 MIN_VARIANCE = 2.0**-20
 """Floor of a channel's mean variance, in squared units of x: below it gains would run out."""
@@ -67,10 +68,17 @@ def covariance(scatter: Tensor, mean: Tensor, shrinkage: float) -> Tensor:
     cov = (cov + cov.transpose(-1, -2)) / 2
     eye = torch.eye(cov.shape[-1], dtype=torch.float64, device=cov.device)
     variance = cov.diagonal(dim1=-2, dim2=-1).mean(-1)
-    power = variance + mean.double().square().mean(-1)
-    floor = torch.clamp(ROUNDING * power, min=MIN_VARIANCE)
-    level = torch.maximum(variance, floor)[..., None, None]
+    level = torch.maximum(variance, floors(variance, mean))[..., None, None]
     return (1.0 - shrinkage) * cov + shrinkage * level * eye
+
+
+def floors(variance: Tensor, mean: Tensor) -> Tensor:
+    """Least variance that a channel may have, float64 [...]: what rounding to BF16 makes of it.
+
+    variance: mean over channels, float64 [...]; mean: float [..., D].
+    """
+    power = variance + mean.double().square().mean(-1)
+    return torch.clamp(ROUNDING * power, min=MIN_VARIANCE)
 
 
 def fit_basis(
@@ -105,10 +113,10 @@ def fit_basis(
 def eigen_rows(cov: Tensor, metric: Tensor | None) -> tuple[Tensor, Tensor]:
     """Variances [H, D], largest first, and synthesis rows [H, D, D] = T^-1, float64."""
     if metric is None:
-        values, vectors = torch.linalg.eigh(cov)
+        values, vectors = eigh(cov)
         return _descending(values), vectors.flip(-1).transpose(-1, -2)
     root = torch.linalg.cholesky(metric)
-    values, vectors = torch.linalg.eigh(root.transpose(-1, -2) @ cov @ root)
+    values, vectors = eigh(root.transpose(-1, -2) @ cov @ root)
     rows = torch.linalg.solve_triangular(root, vectors.transpose(-1, -2), upper=False, left=False)
     return _descending(values), rows.flip(-2)
 
@@ -158,7 +166,7 @@ def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
         return _iterated(basis.matrix(), metric)
     rows = basis.matrix().double()
     across = rows.transpose(-1, -2)
-    weighted = across if metric is None else metric @ across
+    weighted = across if metric is None else metric.double() @ across
     gram = rows @ weighted
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-60).rsqrt()
     normal = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)

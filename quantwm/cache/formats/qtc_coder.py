@@ -59,18 +59,16 @@ def _encode(
 def _quantize(scaled: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
     """Codes int32 and their levels. scaled: [H, N, u], in units of the gain; width: [H, 1, u].
 
-    The nearest level, the lower one on a tie, by two look-ups instead of a search.
+    The nearest level by one look-up instead of a search.
     """
-    counts, inside = qtc_levels.cell_tables(scaled.device)
     size = scaled.abs()
     cell = size.clamp(max=qtc_levels.LAST_CELL).mul_(16).int().clamp_(min=0)  # NaN is below 0
     cell += width * qtc_levels.CELLS
-    border = inside.view(-1).index_select(0, cell.flatten()).view(size.shape)
-    above = counts.view(-1).index_select(0, cell.flatten()).view(size.shape).int()
+    table = qtc_levels.cell_table(scaled.device).view(-1)
+    word = table.index_select(0, cell.flatten()).view(size.shape)
+    level = (word & 31) + (size > word.view(torch.float32))
     half = (1 << width) >> 1
-    code = torch.where(
-        scaled > 0, half + above + (size > border), half - 1 - above - (size >= border).int()
-    ).clamp_(min=0)
+    code = torch.where(scaled > 0, half + level, half - 1 - level).clamp_(min=0)
     places = ((1 << width) + code).flatten()
     levels = qtc_levels.table(size.device).index_select(0, places).view(size.shape)
     return code, levels

@@ -151,22 +151,22 @@ LAST_CELL = 4.0 - 1 / 16
 
 
 @lru_cache(maxsize=8)
-def cell_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The quantizer as look-ups, for the kernel: by width 0 .. 6 and cell of the magnitude.
+def cell_table(device: torch.device) -> Tensor:
+    """The quantizer as one look-up, by width 0 .. 6 and cell of the magnitude, int32 [7, CELLS].
 
-    Borders below the cell, uint8 [7, CELLS], and the one in it, float32 [7, CELLS] (infinity where
-    there is none).
+    The border in the cell (a huge number where there is none) as a float32 whose five lowest bits
+    are the number of positive borders below the cell: at most 2**-18 of it from where it should be.
     """
     edge = torch.arange(CELLS + 1) / 16.0
-    counts = torch.zeros(MAX_WIDTH + 1, CELLS, dtype=torch.uint8)
-    inside = torch.full((MAX_WIDTH + 1, CELLS), math.inf)
+    counts = torch.zeros(MAX_WIDTH + 1, CELLS, dtype=torch.int32)
+    inside = torch.full((MAX_WIDTH + 1, CELLS), 1e38)
     for bits in range(1, MAX_WIDTH + 1):
         positive = borders(bits, torch.device("cpu"))[2 ** (bits - 1) :]
         below = (positive[None, :] < edge[:, None]).sum(1)
-        counts[bits] = below[:-1].to(torch.uint8)
+        counts[bits] = below[:-1].to(torch.int32)
         cells = torch.bucketize(positive, edge, right=True) - 1
         inside[bits, cells] = positive
-    return counts.to(device), inside.to(device)
+    return ((inside.view(torch.int32) & -32) | counts).to(device)
 
 
 @lru_cache(maxsize=8)

@@ -22,13 +22,14 @@ RIDGE = 0.05
 
 
 def mean_over_offsets(moment: Tensor, layout: RopeLayout, horizon: int) -> Tensor:
-    """E_delta[R_delta M0 R_delta^T]. moment: float64 [..., D, D], of un-rotated queries.
+    """E_delta[R_delta M0 R_delta^T]. moment: float64 or float32 [..., D, D], of un-rotated queries.
 
     Offsets: time uniform on 0 .. horizon - 1 frames (a query reads keys of the past), row and
     column the difference of two independent uniform places of the grid.
     """
     turned = sum(layout.split)
-    difference, total = _factors(layout, horizon, moment.device)
+    complex_type = moment.dtype.to_complex()
+    difference, total = _factors(layout, horizon, moment.device, complex_type)
     out = moment.clone()
     pairs = moment[..., :turned, :turned].unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2))
     # [..., j, part of j, k, part of k]; parts 0 real, 1 imaginary.
@@ -53,7 +54,7 @@ def _turn_cross_terms(
     out: Tensor, moment: Tensor, layout: RopeLayout, horizon: int, turned: int
 ) -> None:
     """Products of a turned pair and a channel that RoPE leaves alone: E[exp(i delta w_j)]."""
-    single = _single(layout, horizon, moment.device)
+    single = _single(layout, horizon, moment.device).to(moment.dtype.to_complex())
     cross = moment[..., :turned, turned:].unflatten(-2, (-1, 2))
     z = torch.complex(cross[..., 0, :], cross[..., 1, :]) * single[:, None]
     cross = torch.stack((z.real, z.imag), dim=-2).flatten(-3, -2)
@@ -61,25 +62,29 @@ def _turn_cross_terms(
     out[..., turned:, :turned] = cross.transpose(-1, -2)
 
 
-def metric(moment: Tensor, layout: RopeLayout | None, horizon: int) -> Tensor:
-    """Positive definite metric of key errors, float64 [..., D, D], mean diagonal 1 + RIDGE.
+def metric(
+    moment: Tensor, layout: RopeLayout | None, horizon: int, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Positive definite metric of key errors, dtype [..., D, D], mean diagonal 1 + RIDGE.
 
     moment: sum or mean of q0 q0^T, float [..., D, D]; a head that saw no query gets the identity.
     horizon: latent frames of `mean_over_offsets`; 0 leaves the moment as it is.
     """
-    moment = moment.double()
+    moment = moment.to(dtype)
     if layout is not None and sum(layout.split) and horizon:
         moment = mean_over_offsets(moment, layout, horizon)
     moment = (moment + moment.transpose(-1, -2)) / 2
-    eye = torch.eye(moment.shape[-1], dtype=torch.float64, device=moment.device)
+    eye = torch.eye(moment.shape[-1], dtype=dtype, device=moment.device)
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     known = (mean > 0) & torch.isfinite(mean)
     return torch.where(known, moment / torch.where(known, mean, 1.0), eye) + RIDGE * eye
 
 
 @lru_cache(maxsize=8)
-def _factors(layout: RopeLayout, horizon: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Characteristic function at w_j - w_k and w_j + w_k, complex128 [pairs, pairs]."""
+def _factors(
+    layout: RopeLayout, horizon: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Characteristic function at w_j - w_k and w_j + w_k, complex [pairs, pairs]."""
     speed, axis = frequencies(layout), axes(layout)
     factors = []
     for sign in (-1.0, 1.0):
@@ -88,7 +93,7 @@ def _factors(layout: RopeLayout, horizon: int, device: torch.device) -> tuple[Te
             own = torch.where(axis == number, speed, 0.0)
             product *= _axis(layout, horizon, number, own[:, None] + sign * own[None, :])
         factors.append(product)
-    return factors[0].to(device), factors[1].to(device)
+    return factors[0].to(device, dtype), factors[1].to(device, dtype)
 
 
 @lru_cache(maxsize=8)

@@ -19,29 +19,40 @@ class Moments:
         total: float32 [H, D], sum of tokens.
         scatter: float32 [H, D (D + 1) / 2], upper triangle of the sum of (x - m)(x - m)^T, each
             chunk about its own mean.
+        outliers: int64 [1], tokens and heads that did not count in full: far from all others, or
+            too large for sums. For `explain` (qtc_doubts.py).
         count: tokens.
     """
 
     total: Tensor
     scatter: Tensor
+    outliers: Tensor
     count: int = 0
 
     @classmethod
     def empty(cls, device: torch.device) -> Moments:
-        return cls(torch.zeros(0, device=device), torch.zeros(0, device=device))
+        nothing = torch.zeros(0, device=device)
+        return cls(nothing, nothing, nothing.long())
 
-    def with_chunk(self, tokens: Tokens, mass: Tensor | None = None) -> Moments:
+    def with_chunk(
+        self, tokens: Tokens, mass: Tensor | None = None, count: int | None = None
+    ) -> Moments:
         """A head whose sums overflow keeps what it knew. mass: float32 [H, N], how much a token's
-        scatter counts, mean 1."""
-        count = tokens.given.shape[1]
+        scatter counts, mean 1. count: tokens that these stand for; without, themselves."""
+        here = tokens.given.shape[1]
+        count = here if count is None else count
         mean, weights = tokens.centre()
+        outliers = (weights < 1.0).sum(1)
         if mass is not None:
             weights = weights * mass
-        total, scatter = count * mean, triangle(tokens.second_moment(mean, weights))
+        scatter = triangle(tokens.second_moment(mean, weights))
+        total, scatter = count * mean, scatter * (count / here)
         finite = (torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1)).unsqueeze(-1)
+        outliers = torch.where(finite.squeeze(-1), outliers, here).sum(0, keepdim=True)
         return Moments(
             _plus(self.total, torch.where(finite, total, 0.0)),
             _plus(self.scatter, torch.where(finite, scatter, 0.0)),
+            _plus(self.outliers, outliers),
             self.count + count,
         )
 
@@ -57,10 +68,11 @@ class QueryMoment:
     triangle: Tensor
     count: int = 0
 
-    def with_chunk(self, queries: Tokens) -> QueryMoment:
-        added = triangle(queries.second_moment())
+    def with_chunk(self, queries: Tokens, count: int) -> QueryMoment:
+        """count: queries that these stand for."""
+        added = triangle(queries.second_moment()) * (count / queries.given.shape[1])
         added = torch.where(torch.isfinite(added).all(-1, keepdim=True), added, 0.0)
-        return QueryMoment(_plus(self.triangle, added), self.count + queries.given.shape[1])
+        return QueryMoment(_plus(self.triangle, added), self.count + count)
 
 
 @dataclass(frozen=True)
@@ -92,12 +104,18 @@ class SlotStatistics:
         )
 
     def with_chunk(
-        self, k: Tokens, v: Tokens, q: Tokens | None, mass: Tensor | None = None
+        self,
+        k: tuple[Tokens, int],
+        v: tuple[Tokens, int],
+        q: tuple[Tokens, int] | None,
+        mass: Tensor | None = None,
     ) -> SlotStatistics:
-        """mass: of the values' tokens."""
-        values = self.values.with_chunk(v, mass)
-        seen = replace(self, keys=self.keys.with_chunk(k), values=values)
-        return seen if q is None else replace(seen, queries=self.queries.with_chunk(q))
+        """Tokens, and how many they stand for. mass: of all of the values' tokens."""
+        if mass is not None:
+            mass = mass[:, :: v[0].step].contiguous()
+        values = self.values.with_chunk(v[0], mass, v[1])
+        seen = replace(self, keys=self.keys.with_chunk(k[0], None, k[1]), values=values)
+        return seen if q is None else replace(seen, queries=self.queries.with_chunk(*q))
 
     def with_residual(self, cost: Tensor, tokens: int, asked_at: int) -> SlotStatistics:
         """cost: float64 [2, H], summed over `tokens` tokens."""
@@ -113,8 +131,10 @@ class SlotStatistics:
         return (
             self.keys.total,
             self.keys.scatter,
+            self.keys.outliers,
             self.values.total,
             self.values.scatter,
+            self.values.outliers,
             self.queries.triangle,
             self.residual,
         )
@@ -130,7 +150,7 @@ def moment_bytes(heads: int, head_dim: int) -> int:
 
 def statistics_bytes(heads: int, head_dim: int) -> int:
     """What `tensors` of one slot hold once a chunk was encoded in a basis."""
-    return 3 * moment_bytes(heads, head_dim) + heads * (2 * head_dim * 4 + 2 * 8)
+    return 3 * moment_bytes(heads, head_dim) + heads * (2 * head_dim * 4 + 2 * 8) + 2 * 8
 
 
 def triangle(matrix: Tensor) -> Tensor:
