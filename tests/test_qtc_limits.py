@@ -185,7 +185,8 @@ def test_ledger_parts_to_the_byte() -> None:
     assert parts["gains"] == slots * heads * 2 * tokens
     assert parts["means"] == slots * 2 * chunks * (heads * (32 + 2) + 4)
     corner = 32 * 33 // 2
-    assert parts["statistics"] == slots * heads * (3 * corner * 4 + 2 * 32 * 4 + 2 * 8)
+    own = heads * (3 * corner * 4 + 2 * 32 * 4 + 2 * 8)
+    assert parts["statistics"] == slots * (own + 2 * 8)
     kept = make_format("qtc")._rows("keys", 32)
     assert parts["bases"] == slots * heads * 2 * (kept * 34 + 64 + kept // 16)
 

@@ -235,7 +235,9 @@ def _moments(moments: Moments, cache: Any) -> list[Wanted]:
     if moments.count < 0 or known != (moments.count > 0):
         raise ValueError("moments of another count")
     total, scatter = ((heads, dim), (heads, dim * (dim + 1) // 2)) if known else ((0,), (0,))
+    outliers = (1,) if known else (0,)
     return [
+        Wanted("outliers", moments.outliers, torch.int64, outliers, not_negative),
         Wanted("total", moments.total, torch.float32, total),
         Wanted("scatter", moments.scatter, torch.float32, scatter),
     ]
