@@ -199,10 +199,13 @@ class QtcFormat:
         about = torch.zeros(heads, head_dim, device=x.device)
         if basis is not None:
             about = basis.mean.float()
-        mean = tokens_in.centre()[0] if config.chunk_means or basis is None else about
-        mean_codes, mean_scales = qtc_gain.mean_codes(mean, about)
-        mean = qtc_gain.decoded_means(mean_codes, mean_scales, about).squeeze(1)
-        codes, gains = tokens_in.encoded(mean, basis, metric, config.plain_bits, config.token_gains)
+        if config.chunk_means or basis is None:
+            mean_codes, mean_scales, mean = tokens_in.coded_mean(about)
+        else:
+            (mean_codes, mean_scales), mean = qtc_gain.mean_codes(about, about), about
+        codes, gains = tokens_in.encoded(
+            mean, basis, metric, config.plain_bits, config.token_gains, known.projection(role)
+        )
         rope = tokens_in.rope
         return QtcSpan(
             codes=codes,

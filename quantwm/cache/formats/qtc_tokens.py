@@ -127,7 +127,9 @@ class Tokens:
             counts[-1] = x.shape[1] - (len(counts) - 1) * several * self.group
         middle = (sums / counts).median(1).values
         apart = (squares - 2.0 * (sums @ middle.unsqueeze(-1))) / counts
-        apart = (apart.squeeze(-1) + middle.square().sum(-1, keepdim=True)).clamp_(min=0.0)
+        apart = apart.squeeze(-1) + middle.square().sum(-1, keepdim=True)
+        # What overflowed says nothing; 0 is no limit.
+        apart = apart.nan_to_num_(nan=0.0, posinf=torch.inf).clamp_(min=0.0)
         return middle, OUTLIER * apart.median(1, keepdim=True).values
 
     def _sums(self, x: Tensor) -> Tensor:
