@@ -6,6 +6,10 @@ to 16 read, 32 us. Reached: ternary 0.047 ms, 68%; affine with PSAC on the keys 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
@@ -166,6 +170,19 @@ class Decoder:
         self._launch((blocks, out.shape[0]), out, (stride_h, stride_n), lengths)
 
 
+class AffineDecoder(Decoder):
+    """Of a QuantWM span, whose widened parts may be others in every reading."""
+
+    PLACES: ClassVar = {"centroids": 2, "coefficients": 7, "coefficient_scales": 8}
+
+    def rebound(self, parts: Mapping[str, Tensor | None]) -> AffineDecoder:
+        """The same with other tensors, of the shapes and types that were checked; None lets go of
+        one, to be given before the next call."""
+        other = copy(self)
+        other._launch = self._launch.rebound({self.PLACES[n]: t for n, t in parts.items()})
+        return other
+
+
 def _check(
     codes: Tensor, ids: Tensor, centroids: Tensor, group_size: int, rank: int = 0
 ) -> tuple[int, int, int]:
@@ -252,7 +269,7 @@ def prepare_quantwm(
     codes: Tensor, ids: Tensor, centroids: Tensor, scales: Tensor, secondary: Tensor,
     chunk_stops: Tensor, zeros: Tensor, group_size: int, coefficients: Tensor | None,
     coefficient_scales: Tensor | None, basis: Tensor | None, first_corrected: int,
-) -> Decoder:  # fmt: skip
+) -> AffineDecoder:  # fmt: skip
     """As `prepare_qvg` for QuantWM spans.
 
     scales uint8 [H, N, D/G], secondary float16 [H, C], chunk_stops int32 [C] (where each chunk of
@@ -287,4 +304,4 @@ def prepare_quantwm(
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)
-    return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
+    return AffineDecoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

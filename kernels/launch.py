@@ -10,6 +10,7 @@ constants, addresses that are multiples of 16, integers that are 1 or multiples 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -113,6 +114,25 @@ class PreparedLaunch:
             self._values, kinds = _described(fixed, flags[before:])
             self._key = (id(kernel), kinds, *constants.values())
             self._known: dict[tuple[Any, ...], _Compiled] = {}
+
+    def rebound(self, tensors: Mapping[int, Tensor | None]) -> PreparedLaunch:
+        """The same with other fixed tensors at some places, of the kinds of those before.
+
+        None: no longer kept alive, and to be given before a call. ValueError for another kind.
+        """
+        other = copy(self)
+        fixed = list(self._fixed)
+        for place, tensor in tensors.items():
+            fixed[place] = tensor
+        other._fixed = tuple(fixed)
+        if self._direct:
+            values, kinds = list(self._values), self._key[1]
+            for place, tensor in tensors.items():
+                values[place] = 0 if tensor is None else tensor.data_ptr()
+                if tensor is not None and kinds[place] != (tensor.dtype, values[place] % 16 == 0):
+                    raise ValueError(f"argument {place} is not of its earlier kind")
+            other._values = tuple(values)
+        return other
 
     def __call__(
         self,

@@ -17,7 +17,9 @@ from benchmarks.agreement import Disagreement
 from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace, made_moments
 from benchmarks.guards import guarded_allocations
-from kernels import rows, subspace
+from kernels import decode, rows, subspace
+from quantwm.cache import dispatch, make_format
+from quantwm.cache.formats import QueryGuide
 
 
 def test_interpreting() -> None:
@@ -63,3 +65,32 @@ def test_rows_at_the_wrong_tokens_are_noticed() -> None:
 
     with pytest.raises(Disagreement, match="30% of them"):
         agree_rows(SimpleNamespace(spread_rows=moved), 2, 40, 8, "cpu")
+
+
+def test_a_sparse_span_is_read_again_without_a_decoder_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ops = object.__new__(dispatch.TritonOps)
+    ops._decode, ops.fallbacks, prepared = decode, [], []
+    fmt = make_format("quantwm", centroids=4, group_size=32, rank=3, centroid_bits=8)
+    x = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    book = fmt.fit(x, torch.Generator().manual_seed(1), None)
+    basis = torch.eye(64)[None, :, :3].expand(2, -1, -1).to(torch.bfloat16).contiguous()
+    span = fmt.encode(x, book, "keys", QueryGuide(torch.ones(2, 64), basis, torch.ones(2, 3)))
+    span.correction.row_scales[:, ::2] = 0
+    span.correction.coefficients[:, ::2] = 0
+    wanted = torch.empty(x.shape)
+    span.decode_into(wanted, 0, 0, 40)
+    (sparse,) = fmt.settle([span])
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: (ops, ""))
+    genuine = decode.prepare_quantwm
+    monkeypatch.setattr(
+        decode, "prepare_quantwm", lambda *given: prepared.append(given) or genuine(*given)
+    )
+    for _ in range(3):
+        out = torch.full(x.shape, torch.nan)
+        sparse.decode_into(out, 0, 0, 40)
+        torch.testing.assert_close(out, wanted, rtol=0, atol=1e-6)
+    assert len(prepared) == 1 and not ops.fallbacks
+    held = sparse.frame._launch._fixed
+    assert [held[place] for place in decode.AffineDecoder.PLACES.values()] == [None] * 3

@@ -119,3 +119,21 @@ def test_what_is_not_compiled_is_launched_as_it_stands() -> None:
     launching.PreparedLaunch(Interpreted(), (9,), {"D": 5})((7, 2), torch.zeros(1), (1, 2), (3,))
     assert seen[0] == ((1, 2), (3, 4), {"D": 5})
     assert seen[1][0] == (7, 2) and seen[1][1][1:] == (1, 2, 3, 9)
+
+
+def test_a_prepared_launch_takes_other_tensors_of_the_same_kind(kernel: FakeKernel) -> None:
+    ids = [torch.zeros(64, dtype=torch.uint8) for _ in range(3)]
+    out = torch.zeros(64)
+    first = launching.PreparedLaunch(kernel, (ids[0], 100), CONSTANTS)
+    first((4, 2), out, (640, 128), (7,))
+    empty = first.rebound({0: None})
+    assert empty._fixed == (None, 100)
+    for other in ids[1:]:
+        empty.rebound({0: other})((4, 2), out, (640, 128), (7,))
+    first((4, 2), out, (640, 128), (7,))
+    seen = [launched[len((0, 0, 1)) + len(HEAD) + 4] for launched in kernel.launched]
+    assert seen == [ids[1].data_ptr(), ids[2].data_ptr(), ids[0].data_ptr()]
+    assert len(kernel.compiled) == 1
+    for unlike in (torch.zeros(64, dtype=torch.uint8)[1:], out):
+        with pytest.raises(ValueError, match="argument 0"):
+            empty.rebound({0: unlike})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.cache.unrotation import KeyTurns
+
+
+@runtime_checkable
+class Rebindable(Decode, Protocol):
+    """A decoder that takes other tensors of the same shapes and types, None to let go of one."""
+
+    def rebound(self, parts: Mapping[str, Tensor | None]) -> Decode: ...
 
 
 @dataclass(frozen=True)
@@ -49,14 +57,17 @@ class QuantWMSpan:
     @cached_property
     def decode(self) -> Decode:
         """Made at the first reading; it holds this span's own tensors and nothing beside them."""
-        return self.decoder(self.correction)
+        return self.decoder({})
 
-    def decoder(self, rows: Correction | None) -> Decode:
-        """rows: the span's correction, dense and in INT8."""
-        centroids = self.codebook.dense()
+    def decoder(self, wide: Mapping[str, Tensor]) -> Decode:
+        """wide: of `prepare_quantwm`'s arguments those that are not taken as they are held."""
+        rows = self.correction
         correction = (None, None, None, 0)
         if rows is not None:
-            correction = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
+            coefficients = wide.get("coefficients", rows.coefficients)
+            row_scales = wide.get("coefficient_scales", rows.row_scales)
+            correction = (coefficients, row_scales, rows.basis, rows.first)
+        centroids = wide.get("centroids", self.codebook.centroids)
         return ops_for(self.codes.device).prepare_quantwm(
             self.codes,
             self.ids,
@@ -69,15 +80,33 @@ class QuantWMSpan:
             *correction,
         )
 
+    def _widened(self) -> dict[str, Tensor]:
+        """Sparse or INT4 rows and INT8 centroids, for one reading: kept, they would be bytes that
+        nobody counts."""
+        wide, rows = {}, self.correction
+        if self.codebook.scales is not None:
+            wide["centroids"] = self.codebook.dense()
+        if rows is not None and not rows.is_plain:
+            plain = rows.plain()
+            wide |= {"coefficients": plain.coefficients, "coefficient_scales": plain.row_scales}
+        return wide
+
+    def _for_one_reading(self, wide: dict[str, Tensor]) -> Decode:
+        """A decoder made once is given them every time, where it can be: checking takes longer."""
+        frame = vars(self).get("frame")
+        if frame is not None:
+            return frame.rebound(wide)
+        decode = self.decoder(wide)
+        if isinstance(decode, Rebindable):
+            vars(self)["frame"] = decode.rebound(dict.fromkeys(wide))
+        return decode
+
     def decode_into(
         self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
     ) -> None:
         """Tokens start..stop-1 of the heads from first_head on, as `dispatch.Decode` has it."""
-        rows = self.correction
-        as_held = (rows is None or rows.is_plain) and self.codebook.scales is None
-        # Sparse or INT4 rows and INT8 centroids are widened for one reading: kept, they would be
-        # bytes that nobody counts.
-        decode = self.decode if as_held else self.decoder(None if rows is None else rows.plain())
+        wide = self._widened()
+        decode = self._for_one_reading(wide) if wide else self.decode
         if self.turns is None:
             decode(out, offset, start, stop, first_head)
             return
