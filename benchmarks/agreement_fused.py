@@ -89,7 +89,7 @@ def agree_fused(
     _agree("all", q, [(*p, *span) for p, span in zip(pairs.values(), ranges, strict=True)], bound)
     keys, values = (pairs["plain"][side][1].to(q.dtype) for side in (0, 1))
     scored = fused.attend_int8(q, keys, values, head_dim**-0.5)
-    error = relative_error(scored, _staged(q, keys.float(), values.float()))
+    error = relative_error(scored, staged(q, keys.float(), values.float()))
     require(error < INT8_ERROR, f"attention with INT8 scores is off by {error:.4f}")
 
 
@@ -109,11 +109,11 @@ def _agree(
         require(torch.equal(mine, again), f"fused {name}: two runs differ")
     keys = torch.cat([k[1][:, start:stop] for k, _, start, stop in segments], dim=1)
     values = torch.cat([v[1][:, start:stop] for _, v, start, stop in segments], dim=1)
-    error = relative_error(mine, _staged(q, keys, values))
+    error = relative_error(mine, staged(q, keys, values))
     require(error < bound, f"fused {name}: off by {error:.6f} of the output")
 
 
-def _staged(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def staged(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention in float64."""
     scores = torch.bmm(q.double(), keys.double().transpose(1, 2)) * q.shape[2] ** -0.5
     return torch.bmm(scores.softmax(-1), values.double())

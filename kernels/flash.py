@@ -100,7 +100,8 @@ def _attend_range(
     v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr,
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax after tokens first .. last - 1. MASKED: some of them lie beyond stop.
 
@@ -153,7 +154,10 @@ def _attend_range(
                     mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
                 ).to(tl.float32)  # fmt: skip
                 coefficients = (coefficients * row_scales.to(tl.float32)[:, None]).to(DOT_DTYPE)
-                scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
+                if CHAINED:
+                    scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
+                else:
+                    scores += tl.dot(turned, tl.trans(coefficients), input_precision="ieee")
                 row_scales = tl.load(
                     row_scales_ptr + row + BLOCK_N + rows,
                     mask=there & (rows >= first_corrected - after), other=0.0,
@@ -201,6 +205,7 @@ def flash_kernel(
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One segment's keys and values for a block of queries. Grid (query blocks, heads).
 
@@ -271,7 +276,7 @@ def flash_kernel(
             k_zeros_ptr, coefficients_ptr, row_scales_ptr,
             v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
             v_zeros_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
-            RANK, RANK_PAD, BLOCK_N, DOT_DTYPE, PACKED_MATH, part == 1,
+            RANK, RANK_PAD, BLOCK_N, DOT_DTYPE, PACKED_MATH, CHAINED, part == 1,
         )  # fmt: skip
     if is_last:
         out = sums / total[:, None]

@@ -16,6 +16,10 @@ from kernels.launch import launch
 
 LOG2_E = 1.4426950408889634
 PLAIN, INT8 = 0, 3
+PACKED_MATH = True
+"""Two channels an instruction where the device can."""
+CHAINED = False
+"""PSAC's product goes on in the scores' accumulators, instead of being added to them."""
 KINDS = {"plain": PLAIN, "ternary": 1, "affine": 2}
 
 Piece = tuple[Side, Side, int, int, int]
@@ -193,7 +197,8 @@ def _launch(
         "D": dim, "K_KIND": k_kind, "V_KIND": v_kind, "K_GROUP": groups[0], "V_GROUP": groups[1],
         "RANK": rank, "RANK_PAD": max(16, triton.next_power_of_2(rank)),
         "BLOCK_M": row.block_k, "BLOCK_N": row.block_n, "DOT_DTYPE": tuning.dot_mode(out)[1],
-        "PACKED_MATH": tuning.dot_mode(out)[0] == torch.bfloat16, "num_warps": row.num_warps,
+        "PACKED_MATH": PACKED_MATH and tuning.dot_mode(out)[0] == torch.bfloat16,
+        "CHAINED": CHAINED, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
     if row.registers:
