@@ -157,8 +157,8 @@ def _memory(memory: MemoryReading) -> dict[str, object]:
 
 
 def _thumbnail(path: str) -> str:
-    data = base64.b64encode(Path(path).read_bytes()).decode()
-    return f"data:image/png;base64,{data}"
+    kind = Path(path).suffix.removeprefix(".")
+    return f"data:image/{kind};base64,{base64.b64encode(Path(path).read_bytes()).decode()}"
 
 
 def _finite(value: object) -> object:

@@ -161,7 +161,7 @@ def test_shipped_scenes_are_whole():
         clip = load_scene(ASSETS / "scenes", scene.name, SPEC.video_size)
         assert len(clip.frames) == len(clip.keys) == 16
         assert clip.frames.std() > 10
-        assert (ASSETS / "scenes" / scene.name / "thumbnail.png").is_file()
+        assert (ASSETS / "scenes" / scene.name / "thumbnail.webp").is_file()
     state = world.start(scenes[0].name, None, "", 0)
     assert state.latents.shape == (16, *SPEC.latent_shape)
     with pytest.raises(UserError, match=scenes[0].name):

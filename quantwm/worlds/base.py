@@ -72,7 +72,7 @@ class Scene:
 
     name: str
     title: str
-    thumbnail: str  # path of a PNG
+    thumbnail: str  # path of a PNG or WebP
 
 
 @dataclass(frozen=True)

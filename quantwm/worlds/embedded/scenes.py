@@ -35,7 +35,7 @@ def list_scenes(folder: Path) -> list[Scene]:
     found = []
     for path in sorted(folder.glob("*/scene.json")):
         data = _read(path)
-        found.append(Scene(path.parent.name, data["title"], str(path.parent / "thumbnail.png")))
+        found.append(Scene(path.parent.name, data["title"], str(path.parent / "thumbnail.webp")))
     return sorted(found, key=lambda scene: scene.name != FIRST)
 
 
@@ -55,15 +55,14 @@ def load_scene(folder: Path, name: str, size: tuple[int, int]) -> SceneClip:
 
 
 def save_scene(folder: Path, name: str, title: str, clip: SceneClip, origin: dict) -> None:
-    """Writes scene.json, frames.webp (see `write_sheet`) and thumbnail.png, in 128 colours."""
+    """Writes scene.json, frames.webp (see `write_sheet`) and thumbnail.webp, its last frame."""
     from PIL import Image
 
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     write_sheet(target / "frames.webp", clip.frames)
     last = Image.fromarray(clip.frames[-1])
-    thumbnail = last.resize((last.width * 2, last.height * 2), Image.Resampling.NEAREST)
-    thumbnail.quantize(128, dither=Image.Dither.NONE).save(target / "thumbnail.png", optimize=True)
+    last.save(target / "thumbnail.webp", quality=85, method=6)
     keys = [[key for key in KEYS if key in held] for held in clip.keys]
     data = {"title": title, "keys": keys, "origin": origin}
     text = json.dumps(data, indent=None) + "\n"
