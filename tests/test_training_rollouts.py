@@ -22,7 +22,7 @@ from training.progress import Log
 from training.revisits import find_revisits
 from training.rollout import roll_out
 from training.rollout_pool import RolloutPool, chunk_weights, known_chunks
-from training.train_transformer import PartError, draw_clips, failing_as, lesser
+from training.train_transformer import Attention, PartError, draw_clips, failing_as, lesser
 
 CONFIG = PRESETS["tiny"].transformer
 FRAMES, CHUNK = 32, 4
@@ -124,6 +124,17 @@ def test_a_step_sees_rollouts_for_its_share_and_weighs_what_they_invented(model,
     assert clips.hidden.any(dim=1).all() and not clips.hidden[:, :2].any()
     plain = draw_clips(pool, None, Stage(FRAMES, 4, 1.0), CONFIG, training(gaps=0.0), rng(6))
     assert plain.history is None and plain.weight is None and plain.hidden is None
+
+
+def test_a_step_with_a_short_window_has_no_gaps(pool):
+    settings = training(gaps=1.0, short_windows=(1,), short_chance=0.5)
+    stage = Stage(FRAMES, 4, 1.0)
+    masks = Attention("sdpa", stage, CONFIG, settings, CPU)
+    clips = draw_clips(pool, None, stage, CONFIG, settings, rng(6))
+    hidden = [masks.hide(clips, masks.pick(rng(seed))).hidden.any() for seed in range(20)]
+    assert 2 < sum(map(bool, hidden)) < 18
+    masks.hide(clips, masks.full)
+    assert torch.equal(masks.hidden.buffer[:, : FRAMES // CHUNK], clips.hidden)
 
 
 def test_returns_are_clips_whose_context_ends_with_the_first_visit(pool):

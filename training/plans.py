@@ -63,6 +63,7 @@ PLANS = {
                 Stage(frames=128, batch=12, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             flat_share=0.5,
+            short_chance=0.15,  # short windows are known since the first runs, which had 0.3
         ),
     ),
     "smoke": RunPlan(
@@ -75,9 +76,9 @@ PLANS = {
         save_every_minutes=100.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.25),
-                Stage(frames=256, batch=6, share=0.3),
-                Stage(frames=128, batch=12, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=64, batch=24, share=0.15),
+                Stage(frames=256, batch=6, share=0.2),
+                Stage(frames=128, batch=12, share=0.65, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             critic_warmup=5,
             log_every=10,

@@ -8,6 +8,8 @@ of the clip, and equals a rollout through a cache (tests/test_training_equality.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -19,19 +21,21 @@ from training.gaps import HiddenChunks
 
 
 def sees(
-    q: torch.Tensor, k: torch.Tensor, tokens: int, chunk_tokens: int, window: torch.Tensor
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, tokens: int, chunk_tokens: int, window: torch.Tensor,
+    hidden: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Whether token q may see token k; the one definition of the mask, for both attentions.
 
-    tokens: of one stream; window: how many chunks before its own a chunk sees, 0-dim tensor.
+    tokens: of one stream; window: how many chunks before its own a chunk sees, 0-dim tensor;
+    hidden: whether chunk k of both streams is. Whatever does not depend on both q and k is a
+    vector in the compiled kernel, so that each pair costs three comparisons.
     """
-    q_noisy, k_noisy = q >= tokens, k >= tokens
-    q_chunk, k_chunk = (q % tokens) // chunk_tokens, (k % tokens) // chunk_tokens
-    inside = q_chunk - k_chunk <= window
-    clean = ~q_noisy & ~k_noisy & (k_chunk <= q_chunk) & inside
-    past = q_noisy & ~k_noisy & (k_chunk < q_chunk) & inside
-    own = q_noisy & k_noisy & (k_chunk == q_chunk)
-    return clean | past | own
+    chunks = tokens // chunk_tokens
+    q_at, k_at = q // chunk_tokens, k // chunk_tokens  # in both streams: noisy chunks come last
+    chunk = q_at % chunks
+    first, last = chunk - window, chunk - q_at // chunks  # a noisy chunk's own truth is not seen
+    k_seen = k_at if hidden is None else torch.where(hidden(k_at), -tokens, k_at)
+    return ((k_seen >= first) & (k_seen <= last)) | (k_at == q_at)
 
 
 def dense_mask(
@@ -69,8 +73,7 @@ def block_mask(
     def mask_with_gaps(
         b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> torch.Tensor:
-        own = q // chunk == k // chunk
-        return sees(q, k, tokens, chunk, limit) & (own | ~buffer[b, k // chunk])
+        return sees(q, k, tokens, chunk, limit, lambda at: buffer[b, at])
 
     tiles = mask.to_dense().to(torch.int32)
     order = tiles.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

@@ -93,6 +93,16 @@ class Attention:
             return self._by_window[self._short[int(draw[1] * len(self._short))]]
         return self._by_window[self._full]
 
+    def hide(self, clips: Clips, attend: Attend) -> Clips:
+        """The step's gaps into the masks; none in a step with a short window, of which a gap could
+        leave nothing."""
+        if self.hidden is None:
+            return clips
+        if attend is not self.full:
+            clips = replace(clips, hidden=torch.zeros_like(clips.hidden))
+        self.hidden.set(clips.hidden)
+        return clips
+
 
 def peak_memory(device: torch.device) -> dict[str, float]:
     """Since the stage began, in GiB; nothing on a CPU."""
@@ -201,11 +211,11 @@ def train_stage(
         if rollouts is not None:
             refill_rollouts(state, rollouts, pool, generator, log)
         clips = draw_clips(pool, rollouts, stage, config, training, generator)
-        if masks.hidden is not None:
-            masks.hidden.set(clips.hidden)
+        attend = masks.pick(chooser)
+        clips = masks.hide(clips, attend)
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             loss, mse, out, stream = forward_loss(
-                state.model, clips, stage, tables, masks.pick(chooser), masks.full, training,
+                state.model, clips, stage, tables, attend, masks.full, training,
                 generator, residual, masks.rounds(chooser),
             )  # fmt: skip
             if stage.adversarial > 0:
