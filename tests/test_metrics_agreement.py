@@ -100,3 +100,13 @@ def test_ssim_in_batches_is_the_same(monkeypatch):
     whole = ssim_per_frame(a, b)
     monkeypatch.setattr(module, "BATCH_PIXELS", 48 * 72 * 2)
     assert ssim_per_frame(a, b) == pytest.approx(whole, abs=1e-6)
+
+
+def test_ssim_of_a_large_picture_goes_in_bands(monkeypatch):
+    import quantwm.metrics.ssim as module
+
+    a, b = smooth_clip(0, 2), smooth_clip(1, 2)
+    whole = ssim_per_frame(a, b)
+    for rows in (11, 12, 20, 47):
+        monkeypatch.setattr(module, "BATCH_PIXELS", 72 * rows)
+        assert ssim_per_frame(a, b) == pytest.approx(whole, abs=1e-6)

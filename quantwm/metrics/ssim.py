@@ -39,11 +39,18 @@ def ssim_per_frame(
             f"SSIM needs frames of at least {WINDOW} x {WINDOW} pixels, got {width} x {height}"
         )
     batch = max(1, BATCH_PIXELS // (height * width))
-    found = [
-        _ssim(_planes(frames[i : i + batch], device), _planes(reference[i : i + batch], device))
-        for i in range(0, len(frames), batch)
-    ]
-    return torch.cat(found).cpu().numpy()
+    # A picture that is larger than a batch goes in bands, whose windows follow each other.
+    rows = max(1, BATCH_PIXELS // width - WINDOW + 1) if batch == 1 else height
+    found = []
+    for i in range(0, len(frames), batch):
+        total, windows = torch.zeros(len(frames[i : i + batch]), dtype=torch.float64), 0
+        for top in range(0, height - WINDOW + 1, rows):
+            part = (slice(i, i + batch), slice(top, top + rows + WINDOW - 1))
+            band = _ssim(_planes(frames[part], device), _planes(reference[part], device))
+            count = min(rows, height - WINDOW + 1 - top)
+            total, windows = total + band.cpu() * count, windows + count
+        found.append(total / windows)
+    return torch.cat(found).numpy()
 
 
 def _planes(frames: np.ndarray, device: torch.device | str) -> torch.Tensor:
