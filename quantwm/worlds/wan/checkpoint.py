@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def _all_shards(files: list[Path]) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+        names = sorted({name + "" for name in json.loads(index.read_text())["weight_map"].values()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{index.name} is not a weight index: it has no weight_map") from None
     files = []
     for name in names:
@@ -110,6 +111,11 @@ def _open_pickle(file: Path, prefer_ema: bool) -> Weights:
             f"{file.name} is a pickle: reading it safely needs torch >= 2.10, this is "
             f"{torch.__version__}"
         )
+    if not zipfile.is_zipfile(file):
+        raise UserError(
+            f"{file.name} is not a whole torch file of torch 1.6 or newer: fetch it again, or save "
+            "it anew with a torch of today"
+        )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -120,6 +126,25 @@ def _open_pickle(file: Path, prefer_ema: bool) -> Weights:
     return unwrap(content, file.name, prefer_ema)
 
 
+def shape_of(
+    weights: Mapping[str, torch.Tensor], name: str, axes: int, what: str
+) -> tuple[int, ...]:
+    """The sizes of a tensor from which a model's sizes are read.
+
+    what: a model's name, as in "half a checkpoint of {what}". UserError where the tensor is not
+    there, is empty or has another number of axes.
+    """
+    if name not in weights:
+        raise UserError(f"these are not the weights of {what}: {name} is missing")
+    shape = tuple(weights[name].shape)
+    if len(shape) != axes or 0 in shape:
+        raise UserError(
+            f"these are not the weights of {what}: {name} has shape {list(shape)}, expected "
+            f"{axes} sizes above 0"
+        )
+    return shape
+
+
 def unwrap(content: object, name: str, prefer_ema: bool = False) -> Weights:
     """The state dict inside a saved object, through any number of known wrappers."""
     for _ in range(4):
@@ -128,9 +153,9 @@ def unwrap(content: object, name: str, prefer_ema: bool = False) -> Weights:
         if content and all(isinstance(value, torch.Tensor) for value in content.values()):
             return {str(key): value for key, value in content.items()}
         order = _WRAPPERS if not prefer_ema else ("generator_ema", *_WRAPPERS)
-        inner = next((content[key] for key in order if isinstance(content.get(key), Mapping)), None)
-        if inner is None:
+        inner = [content[key] for key in order if isinstance(content.get(key), Mapping)]
+        if not any(inner):
             break
-        content = inner
+        content = next(found for found in inner if found)
     known = ", ".join(_WRAPPERS)
     raise UserError(f"{name} holds no state dict (looked for tensors, or one of {known})")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantwm.errors import UserError
-from quantwm.worlds.wan.checkpoint import Weights, open_weights
+from quantwm.worlds.wan.checkpoint import Weights, open_weights, shape_of
 from quantwm.worlds.wan.loading import Progress, assign, on_meta
 
 MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -135,11 +135,12 @@ def canonical_clip(weights: Mapping[str, torch.Tensor]) -> Weights:
             continue
         for pattern, new in _FROM_TRANSFORMERS:
             name = re.sub(pattern, new, name)
-        if name in ("cls_embedding", "pos_embedding"):
+        if name in ("cls_embedding", "pos_embedding") and tensor.ndim and tensor.numel():
             tensor = tensor.reshape(1, -1, tensor.shape[-1])
         out[name] = tensor
     _join_qkv(out)
-    blocks = {int(name.split(".")[1]) for name in out if name.startswith("transformer.")}
+    numbers = map(re.compile(r"transformer\.(\d{1,4})\.").match, out)
+    blocks = {int(found[1]) for found in numbers if found}
     if not blocks:
         raise UserError("these are not the weights of a CLIP vision tower: no transformer blocks")
     last = f"transformer.{max(blocks)}."
@@ -159,19 +160,16 @@ def _join_qkv(weights: Weights) -> None:
 
 def infer_clip_config(weights: Mapping[str, torch.Tensor], head_dim: int = HEAD_DIM) -> ClipConfig:
     """Sizes of canonical weights; heads cannot be read from shapes, so head_dim is given."""
-    needed = ("patch_embedding.weight", "pos_embedding", "transformer.0.mlp.0.weight")
-    for key in needed:
-        if key not in weights:
-            raise UserError(f"these are not the weights of a CLIP vision tower: {key} is missing")
-    width, _, patch, _ = weights["patch_embedding.weight"].shape
+    what = "a CLIP vision tower"
+    width, _, patch, _ = shape_of(weights, "patch_embedding.weight", 4, what)
     blocks = {name.split(".")[1] for name in weights if name.startswith("transformer.")}
     return ClipConfig(
         width=width,
         heads=width // head_dim,
         layers=len(blocks),
-        hidden=weights["transformer.0.mlp.0.weight"].shape[0],
+        hidden=shape_of(weights, "transformer.0.mlp.0.weight", 2, what)[0],
         patch=patch,
-        rows=weights["pos_embedding"].shape[1],
+        rows=shape_of(weights, "pos_embedding", 3, what)[1],
     )
 
 

@@ -27,9 +27,22 @@ def differences(
     out = [f"{name} is missing" for name in expected if name not in found]
     out += [f"{name} is not expected" for name in found if name not in expected]
     for name, tensor in expected.items():
-        if name in found and found[name].shape != tensor.shape:
+        if name not in found:
+            continue
+        if found[name].shape != tensor.shape:
             out.append(f"{name} has shape {list(found[name].shape)}, expected {list(tensor.shape)}")
+        elif (kind := _not_numbers(found[name])) is not None:
+            out.append(f"{name} holds {kind}, expected dense floating-point numbers")
     return out
+
+
+def _not_numbers(tensor: torch.Tensor) -> str | None:
+    """What a tensor holds instead of weights; integers would need scales that have no name."""
+    if tensor.is_meta:
+        return "no data"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    return None if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
 
 
 def assign(

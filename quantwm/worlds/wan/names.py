@@ -8,9 +8,12 @@ from collections.abc import Mapping
 import torch
 
 from quantwm.errors import UserError
+from quantwm.worlds.wan.checkpoint import shape_of
 from quantwm.worlds.wan.config import ActionConfig, WanConfig
 
-PREFIXES = ("model._fsdp_wrapped_module.", "_fsdp_wrapped_module.", "model.", "module.")
+PREFIXES = ("model.", "module.")
+WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""Put into names, wherever they occur, by FSDP, activation checkpointing and torch.compile."""
 
 # Applied in this order to whole name parts; norm2 and norm3 change places, because diffusers
 # calls the cross-attention's norm norm2 and the original calls it norm3.
@@ -52,14 +55,16 @@ def diffusers_name(name: str) -> str:
 
 
 def strip_prefix(name: str) -> str:
-    """Remove wrapper prefixes (FSDP, DataParallel, a `model.` attribute), however nested."""
+    """Remove wrappers (FSDP, DataParallel, a `model.` attribute, ...), however nested."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
     stripped = True
     while stripped:
         stripped = False
         for prefix in PREFIXES:
             if name.startswith(prefix):
                 name, stripped = name[len(prefix) :], True
-    return name.replace("_fsdp_wrapped_module.", "")
+    return name
 
 
 def canonical(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -100,7 +105,7 @@ def family(weights: Mapping[str, torch.Tensor]) -> str:
         return "lingbot_world_v2"
     keyboards = [n for n in weights if n.endswith("action_model.keyboard_embed.0.weight")]
     if keyboards:
-        keys = weights[keyboards[0]].shape[1]
+        keys = shape_of(weights, keyboards[0], 2, "Matrix-Game-2")[1]
         if keys not in _MATRIX_GAME:
             known = ", ".join(map(str, _MATRIX_GAME))
             raise UserError(f"a Matrix-Game-2 keyboard has {known} keys, these weights have {keys}")
@@ -108,7 +113,7 @@ def family(weights: Mapping[str, torch.Tensor]) -> str:
     if any(name.endswith("attn1.to_out_prope.0.weight") for name in weights):
         return "hy_worldplay_wan5b"
     if "condition_embedder.text_embedder.linear_1.weight" in weights:
-        channels = weights["patch_embedding.weight"].shape[1]
+        channels = shape_of(weights, "patch_embedding.weight", 5, "a Wan transformer")[1]
         if channels == 16:
             return "causal_forcing"
         raise UserError(
@@ -130,7 +135,7 @@ def infer_config(
     name = family(weights)
     if name in dict(_FOREIGN).values():
         raise UserError(f"{name} is not a Wan transformer; the Wan backbone cannot load it")
-    width, in_channels = weights["patch_embedding.weight"].shape[:2]
+    width, in_channels = shape_of(weights, "patch_embedding.weight", 5, name)[:2]
     if width % head_dim:
         raise UserError(f"width {width} is not a multiple of the head size {head_dim}")
     indices = {int(m.group(1)) for m in map(re.compile(r"blocks\.(\d+)\.").match, weights) if m}
@@ -142,21 +147,19 @@ def infer_config(
         if image
         else "condition_embedder.text_embedder.linear_1.weight"
     )
-    required = (context, "blocks.0.ffn.net.0.proj.weight", "proj_out.weight",
-                "condition_embedder.time_embedder.linear_1.weight")  # fmt: skip
-    for key in required:
-        if key not in weights:
-            raise UserError(f"half a checkpoint: {key} is missing from these {name} weights")
+    context_dim = shape_of(weights, context, 1 if image else 2, name)[-1]
+    time = shape_of(weights, "condition_embedder.time_embedder.linear_1.weight", 2, name)
     camera = name == "lingbot_world_v2"
     return WanConfig(
         layers=len(indices), heads=width // head_dim, head_dim=head_dim,
-        ffn_dim=weights["blocks.0.ffn.net.0.proj.weight"].shape[0],
-        in_channels=in_channels, out_channels=weights["proj_out.weight"].shape[0] // 4,
+        ffn_dim=shape_of(weights, "blocks.0.ffn.net.0.proj.weight", 2, name)[0],
+        in_channels=in_channels,
+        out_channels=shape_of(weights, "proj_out.weight", 2, name)[0] // 4,
         context="image" if image else "text",
-        context_dim=weights[context].shape[-1], context_len=257 if image else 512,
-        freq_dim=weights["condition_embedder.time_embedder.linear_1.weight"].shape[1],
+        context_dim=context_dim, context_len=257 if image else 512,
+        freq_dim=time[1],
         camera=camera,
-        camera_channels=weights["patch_embedding_wancamctrl.weight"].shape[1] // 4
+        camera_channels=shape_of(weights, "patch_embedding_wancamctrl.weight", 2, name)[1] // 4
         if camera else 384,
         prope=name == "hy_worldplay_wan5b",
         action=_infer_action(weights, action_head_dim) if image else None,
@@ -167,13 +170,24 @@ def infer_config(
 def _infer_action(weights: Mapping[str, torch.Tensor], head_dim: int) -> ActionConfig:
     pattern = re.compile(r"blocks\.(\d+)\.action_model\.keyboard_embed\.0\.weight")
     layers = tuple(sorted(int(m.group(1)) for m in map(pattern.match, weights) if m))
+    if not layers:
+        raise UserError("these Matrix-Game-2 weights have their action modules outside of blocks")
     prefix = f"blocks.{layers[0]}.action_model."
-    embed, keyboard_dim = weights[prefix + "keyboard_embed.0.weight"].shape
-    query = weights[prefix + "mouse_attn_q.weight"]
-    rows = weights[prefix + "keyboard_attn_kv.weight"].shape[1] // embed
-    mouse = weights.get(prefix + "mouse_mlp.0.weight")
+
+    def sizes(name: str) -> tuple[int, ...]:
+        return shape_of(weights, prefix + name, 2, "Matrix-Game-2's action module")
+
+    embed, keyboard_dim = sizes("keyboard_embed.0.weight")
+    inner, width = sizes("mouse_attn_q.weight")
+    rows, mouse_dim = sizes("keyboard_attn_kv.weight")[1] // embed, 0
+    if rows >= 4 and prefix + "mouse_mlp.0.weight" in weights:
+        mouse_dim = (sizes("mouse_mlp.0.weight")[1] - width) // rows
+    if rows < 4 or mouse_dim < 0 or inner < head_dim:
+        raise UserError(
+            f"the sizes of Matrix-Game-2's action module contradict each other: {inner} of width, "
+            f"{rows} action rows, a mouse of {mouse_dim}"
+        )
     return ActionConfig(
-        layers=layers, heads=query.shape[0] // head_dim, head_dim=head_dim,
-        keyboard_dim=keyboard_dim, embed_dim=embed, window=rows // 4,
-        mouse_dim=0 if mouse is None else (mouse.shape[1] - query.shape[1]) // rows,
+        layers=layers, heads=inner // head_dim, head_dim=head_dim, keyboard_dim=keyboard_dim,
+        embed_dim=embed, window=rows // 4, mouse_dim=mouse_dim,
     )  # fmt: skip

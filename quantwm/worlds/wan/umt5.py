@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from quantwm.errors import UserError
-from quantwm.worlds.wan.checkpoint import Weights, open_weights
+from quantwm.worlds.wan.checkpoint import Weights, open_weights, shape_of
 from quantwm.worlds.wan.loading import Progress, assign, on_meta
 
 EPS = 1e-6
@@ -167,18 +167,17 @@ def canonical_umt5(weights: Mapping[str, torch.Tensor]) -> Weights:
 
 def infer_umt5_config(weights: Mapping[str, torch.Tensor]) -> Umt5Config:
     """Sizes of canonical weights."""
-    needed = ("token_embedding.weight", "blocks.0.attn.q.weight", "blocks.0.ffn.fc1.weight",
-              "blocks.0.pos_embedding.embedding.weight")  # fmt: skip
-    for key in needed:
-        if key not in weights:
-            raise UserError(f"these are not the weights of a UMT5 encoder: {key} is missing")
-    vocabulary, width = weights["token_embedding.weight"].shape
-    buckets, heads = weights["blocks.0.pos_embedding.embedding.weight"].shape
+
+    def sizes(name: str) -> tuple[int, ...]:
+        return shape_of(weights, name, 2, "a UMT5 encoder")
+
+    vocabulary, width = sizes("token_embedding.weight")
+    buckets, heads = sizes("blocks.0.pos_embedding.embedding.weight")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     return Umt5Config(
         vocabulary=vocabulary, width=width, heads=heads, buckets=buckets, layers=len(blocks),
-        attention_width=weights["blocks.0.attn.q.weight"].shape[0],
-        ffn_dim=weights["blocks.0.ffn.fc1.weight"].shape[0],
+        attention_width=sizes("blocks.0.attn.q.weight")[0],
+        ffn_dim=sizes("blocks.0.ffn.fc1.weight")[0],
     )  # fmt: skip
 
 

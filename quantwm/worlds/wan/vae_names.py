@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from quantwm.errors import UserError
-from quantwm.worlds.wan.checkpoint import Weights, open_weights
+from quantwm.worlds.wan.checkpoint import Weights, open_weights, shape_of
 from quantwm.worlds.wan.loading import Progress, assign, on_meta
 from quantwm.worlds.wan.names import strip_prefix
 from quantwm.worlds.wan.vae import MEAN_21, STD_21, VaeConfig, WanVae
@@ -48,7 +48,7 @@ def _own(name: str, resnets: int) -> str:
     rest = re.sub(r"^conv1\.", "conv_in.", rest)
     rest = re.sub(r"^head\.0\.", "norm_out.", rest)
     rest = re.sub(r"^head\.2\.", "conv_out.", rest)
-    rest = re.sub(r"^middle\.(\d)\.", lambda m: f"mid_block.{_MIDDLE[m.group(1)]}.", rest)
+    rest = re.sub(r"^middle\.([012])\.", lambda m: f"mid_block.{_MIDDLE[m.group(1)]}.", rest)
     blocks = "down_blocks" if side == "encoder" else "up_blocks"
     sampler = "downsampler" if side == "encoder" else "upsampler"
     per_level = resnets if side == "encoder" else resnets + 1
@@ -84,11 +84,12 @@ def infer_vae_config(
     std: tuple[float, ...] | None = None,
 ) -> VaeConfig:
     """Sizes of canonical weights; latent statistics are the 2.1 VAE's unless given."""
-    for key in ("encoder.conv_in.weight", "decoder.conv_out.weight", "post_quant_conv.weight"):
-        if key not in weights:
-            raise UserError(f"half a VAE: {key} is missing")
-    channels = weights["post_quant_conv.weight"].shape[0]
-    residual = weights["encoder.conv_in.weight"].shape[1] == 12
+
+    def sizes(name: str) -> tuple[int, ...]:
+        return shape_of(weights, name, 5, "a Wan VAE")
+
+    channels = sizes("post_quant_conv.weight")[0]
+    base, pixels = sizes("encoder.conv_in.weight")[:2]
     if mean is None or std is None:
         if channels != len(MEAN_21):
             raise UserError(
@@ -97,11 +98,11 @@ def infer_vae_config(
             )
         mean, std = MEAN_21, STD_21
     return VaeConfig(
-        base=weights["encoder.conv_in.weight"].shape[0],
-        decoder_base=weights["decoder.conv_out.weight"].shape[1],
+        base=base,
+        decoder_base=sizes("decoder.conv_out.weight")[1],
         latent_channels=channels,
         resnets=_resnets(weights),
-        residual=residual,
+        residual=pixels == 12,
         mean=tuple(mean),
         std=tuple(std),
     )
