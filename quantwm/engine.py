@@ -16,7 +16,6 @@ from quantwm.cache import dispatch
 from quantwm.cache.formats import Format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.remedy import is_out_of_memory
-from quantwm.cache.second_kernel import SecondKernelCache
 from quantwm.cache.workspace import Workspace
 from quantwm.engine_checks import (
     check_memory,
@@ -32,10 +31,10 @@ from quantwm.errors import UserError
 from quantwm.lanes import (
     check_lanes,
     is_bf16,
-    is_floor,
     lane_format,
     limit_history,
     max_tokens_for,
+    read_through,
     with_output_weights,
 )
 from quantwm.memory import read_memory
@@ -310,9 +309,7 @@ class Engine:
         reference = next((lane for lane in self.lanes if is_bf16(lane)), self.lanes[0])
         if self._watch is not None and config is reference:
             cache = self._watch.attach(cache)
-        if is_floor(config):
-            cache = SecondKernelCache(cache)
-        return _Lane(config, LaneState(config.name, cache))
+        return _Lane(config, LaneState(config.name, read_through(config, cache)))
 
     def _abort(self) -> None:
         for lane in self._running:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from quantwm.cache.formats import FORMATS, Format, make_format, split_method
+from quantwm.cache.score_correction import CorrectedCache
+from quantwm.cache.second_kernel import SecondKernelCache
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
@@ -87,6 +89,13 @@ def with_output_weights(fmt: Format[Any], world: Any) -> Format[Any]:
         layers, streams = world.spec.cache.layers, world.spec.cache.streams
         fmt.output_metric = lambda slot: given(slot % layers, streams[slot // layers])
     return fmt
+
+
+def read_through(lane: LaneConfig, cache: Any) -> Any:
+    """The lane's cache, or what stands in for it where its settings ask for another reading."""
+    if is_floor(lane):
+        return SecondKernelCache(cache)
+    return CorrectedCache(cache) if lane.settings.get("corrected") else cache
 
 
 def is_bf16(lane: LaneConfig) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
-from quantwm.cache.score_correction import LIMIT, ScoreCorrection
+from quantwm.cache.score_correction import LIMIT, CorrectedCache, ScoreCorrection
+from quantwm.lanes import lanes_for, read_through
+from quantwm.worlds.embedded.adapter import EmbeddedWorld
 
 
 def _randn(*shape: int, seed: int) -> torch.Tensor:
@@ -66,3 +70,76 @@ def test_it_fits_the_cache_s_hook(method: str) -> None:
     scores = torch.cat((q @ keys.mT / 4 + correction(0, "self", q, 8), q @ k.mT / 4), -1)
     expected = torch.softmax(scores, -1) @ torch.cat((values, v), 1)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def _chunk(cache: Any, seed: int, tokens: int = 8) -> list[torch.Tensor]:
+    """One chunk denoised and committed; the outputs of both passes."""
+    q, k, v = (_randn(2, tokens, 16, seed=seed + s) for s in (1, 2, 3))
+    cache.begin_chunk(cache.next_frame or 0, 2)
+    outputs = [cache.attend(0, q, k, v), cache.attend(0, q, k, v, clean=True)]
+    cache.finalize_chunk()
+    return outputs
+
+
+def _corrected(**settings: Any) -> tuple[KVCache, CorrectedCache]:
+    spec = CacheSpec(layers=1, heads=2, head_dim=16, tokens_per_frame=4, frames_per_chunk=2)
+    fmt = make_format("quantwm", centroids=2, group_size=16, rank=2, **settings)
+    cache = KVCache(spec, fmt, CachePolicy(span_tokens=16), dtype=torch.float32)
+    return cache, CorrectedCache(cache)
+
+
+def test_a_corrected_cache_learns_what_encoding_did_to_keys() -> None:
+    """Outputs are those of `attend` with a correction that was told exact and decoded keys."""
+    plain, lane = _corrected()[0], _corrected()[1]
+    known, seen = ScoreCorrection(), 0
+    for number in range(4):
+        q, k, v = (_randn(2, 8, 16, seed=10 * number + s) for s in (1, 2, 3))
+        plain.begin_chunk(2 * number, 2)
+        wanted = plain.attend(0, q, k, v, clean=True, score_bias=known)
+        plain.finalize_chunk()
+        known.learn(0, "self", k.to(torch.bfloat16), plain.history(0)[0][:, seen:])
+        seen += 8
+        found = _chunk(lane, 10 * number)[1]
+        torch.testing.assert_close(found, wanted, atol=2e-3, rtol=2e-3)
+    assert not torch.equal(_chunk(lane, 50)[0], _chunk(plain, 50)[0])
+
+
+def test_an_aborted_chunk_teaches_nothing_and_a_reset_cache_knows_nothing() -> None:
+    lane = _corrected()[1]
+    _chunk(lane, 0)
+    known = lane._correction.nbytes
+    errors = dict(lane._correction._errors)
+    lane.begin_chunk(2, 2)
+    lane.attend(0, *(_randn(2, 8, 16, seed=s) for s in (1, 2, 3)), clean=True)
+    assert lane.ledger().pending_bytes > 0
+    lane.abort_chunk()
+    lane.begin_chunk(2, 2)
+    lane.abort_chunk()
+    assert lane._correction._errors == errors and lane.ledger().pending_bytes == 0
+    held = lane.ledger()
+    assert (
+        held.parts["statistics"] - lane._cache.ledger().parts["statistics"] == known == 2 * 16 * 4
+    )
+    assert held.total == sum(held.parts.values())
+    other = lane.fork()
+    _chunk(other, 7)
+    assert lane._correction._errors == errors
+    lane.reset()
+    assert lane.ledger().total == 0 and lane._correction.nbytes == 0
+
+
+def test_bf16_recent_chunks_and_sinks_teach_nothing() -> None:
+    spec = CacheSpec(layers=1, heads=2, head_dim=16, tokens_per_frame=4, frames_per_chunk=2)
+    fmt = make_format("quantwm", centroids=2, group_size=16, rank=2)
+    for policy in (CachePolicy(recent_chunks=1), CachePolicy(sink_frames=2)):
+        lane = CorrectedCache(KVCache(spec, fmt, policy, dtype=torch.float32))
+        _chunk(lane, 0)
+        assert lane._correction.nbytes == 0
+
+
+def test_as_a_lane_s_setting_it_is_another_reading() -> None:
+    spec = EmbeddedWorld.random("tiny").spec
+    plain, corrected = lanes_for(spec, ["quantwm", "quantwm:corrected=true"])
+    cache = _corrected()[0]
+    assert read_through(plain, cache) is cache
+    assert isinstance(read_through(corrected, cache), CorrectedCache)

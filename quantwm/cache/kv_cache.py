@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from quantwm.cache import checks
@@ -182,6 +183,21 @@ class KVCache(Held, Savable):
         past = visible_tokens(self._segments, first)
         history = (self._segments, slot, first)
         return Reading(*history, write.k, write.v, past, self._window_tokens())
+
+    def pending_keys(self, layer: int, stream: str = "self") -> Tensor | None:
+        """The open chunk's keys as they will be read, [H, n, D], once their clean pass was.
+
+        Those of its last n tokens that are encoded with it; None where it stays BF16.
+        """
+        chunk = self._require_open("pending_keys")
+        write = chunk.writes.get(checks.slot_of(self.spec, layer, stream))
+        if write is None or write.rest is None or self.policy.recent_chunks:
+            return None
+        keys, tokens = write.rest[0], chunk.tokens - chunk.sink_tokens
+        shape = (self.spec.heads, tokens, self.spec.head_dim)
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.fmt.decode_into(keys, out, 0, 0, tokens)
+        return out
 
     # Writing.
 

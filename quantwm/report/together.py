@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from quantwm.cache.kv_cache import KVCache
-from quantwm.cache.second_kernel import SecondKernelCache
 from quantwm.cache.workspace import Workspace
 from quantwm.engine import chunk_noise
 from quantwm.engine_checks import steps_for
 from quantwm.errors import UserError
-from quantwm.lanes import is_floor, limit_history, max_tokens_for, with_output_weights
+from quantwm.lanes import limit_history, max_tokens_for, read_through, with_output_weights
 from quantwm.report.jobs import (
     REFERENCE,
     Job,
@@ -92,7 +91,7 @@ class _Rollouts:
             seed=job.seed,
         )
         # It stands in for a cache, as in the engine.
-        state: Any = SecondKernelCache(cache) if is_floor(config) else cache
+        state: Any = read_through(config, cache)
         return LaneState(name, state)
 
     def _step(self, index: int) -> None:

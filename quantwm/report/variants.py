@@ -87,6 +87,15 @@ BEYOND = (
     _quantwm(
         "quantwm-half", "QuantWM, half-measures", keys="unrotated", clip=0.7, coefficients="int4"
     ),
+    _quantwm(
+        "quantwm-half-corrected",
+        "QuantWM, half-measures, corrected scores",
+        keys="unrotated",
+        clip=0.7,
+        coefficients="int4",
+        corrected=True,
+    ),
+    _quantwm("quantwm-corrected", "QuantWM, corrected scores", corrected=True),
     Variant("qtc-small", "QTC, small", "qtc", {"preset": "small"}),
     Variant("qtc", "QTC", "qtc"),
     Variant("qtc-large", "QTC, large", "qtc", {"preset": "large"}),

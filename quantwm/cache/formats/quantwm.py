@@ -60,6 +60,8 @@ class QuantWMConfig(CodebookLife):
         keys: "given", or "unrotated": by their positions before anything is fitted to them, turned
             again when they are read. Queries' statistics are then of un-rotated ones.
         coefficients: "int8", or "int4" for half the bytes of PSAC's rows.
+        corrected: a session's lane takes off cached scores what errors of keys add to them
+            (cache/score_correction.py); nothing that is stored changes.
         compact_statistics: the query moment is kept as a half-precision triangle, a quarter of
             the bytes.
     """
@@ -75,6 +77,7 @@ class QuantWMConfig(CodebookLife):
     clip: float = 1.0
     keys: str = "given"
     coefficients: str = "int8"
+    corrected: bool = False
     compact_statistics: bool = False
 
     def __post_init__(self) -> None:
