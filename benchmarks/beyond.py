@@ -45,7 +45,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--lanes", default="quantwm,quantwm-half,qtc-small,qtc", help="of the free runs"
     )
     parser.add_argument(
-        "--few", default="quantwm,quantwm-half,qtc", help="of the taught runs and the recall"
+        "--few",
+        default="quantwm,quantwm-corrected,quantwm-half,quantwm-half-corrected,qtc",
+        help="of the taught runs; other motions and recall leave out QuantWM's variants",
     )
     parser.add_argument("--truth", type=Path, default=Path("assets/truth"))
     parser.add_argument("--random", help="preset of random weights instead of the shipped ones")
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     began, device = time.time(), device_named(options.device)
     lanes = {"free": lanes_named(options.lanes), "taught": lanes_named(options.few)}
-    lanes["motion"] = tuple(name for name in lanes["taught"] if name != "quantwm-half")
+    lanes["motion"] = tuple(n for n in lanes["taught"] if not n.startswith("quantwm-"))
     source = WorldSource(random_preset=options.random)
     wanted = split_methods(options.methods) if options.methods else beyond_study.METHODS
     methods, missing = beyond_study.known_methods(wanted)
@@ -87,7 +89,7 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         studies = [(name, method) for name in files for method in methods]
         chunks = {"free": options.chunks, "taught": options.taught, "motion": options.motion}
         jobs = rollouts.jobs_of(world, scale, options.scenes, chunks, lanes)
-        jobs += rollouts.recalls(world, episodes, lanes["taught"])
+        jobs += rollouts.recalls(world, episodes, lanes["motion"])
         # The longest first, so that no process is left with one of them at the end.
         groups = sorted(batches(jobs, options.together), key=_work, reverse=True)
         tasks: list[Task[Any]] = [task_of(run_jobs, group) for group in groups]

@@ -113,8 +113,6 @@ def test_an_aborted_chunk_teaches_nothing_and_a_reset_cache_knows_nothing() -> N
     lane.attend(0, *(_randn(2, 8, 16, seed=s) for s in (1, 2, 3)), clean=True)
     assert lane.ledger().pending_bytes > 0
     lane.abort_chunk()
-    lane.begin_chunk(2, 2)
-    lane.abort_chunk()
     assert lane._correction._errors == errors and lane.ledger().pending_bytes == 0
     held = lane.ledger()
     assert (
