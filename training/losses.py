@@ -41,7 +41,7 @@ class RolloutConfig:
     that come back to what their context showed. longest_context: true chunks at the start, at
     most; half of the clips have as few as a session."""
 
-    clips: int = 64
+    clips: int = 96
     uses: float = 3.0
     busy: float = 0.22
     revisits: float = 0.6

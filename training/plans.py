@@ -57,12 +57,12 @@ PLANS = {
         autoencoder_share=0.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.08),
-                Stage(frames=128, batch=12, share=0.22),
-                Stage(frames=256, batch=6, share=0.25),
-                Stage(frames=128, batch=12, share=0.45, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=64, batch=24, share=0.07),
+                Stage(frames=128, batch=12, share=0.17),
+                Stage(frames=256, batch=6, share=0.21),
+                Stage(frames=128, batch=12, share=0.55, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
-            flat_share=0.5,
+            flat_share=0.6,
             short_chance=0.15,  # short windows are known since the first runs, which had 0.3
         ),
     ),
