@@ -14,9 +14,9 @@ from quantwm.cache.formats import make_format, split_method
 from quantwm.errors import UserError
 
 SMALL = (
-    "beyond --device cpu --random tiny --scenes 2 --chunks 2 --taught 1 --motion 1 --revisits 0 "
+    "beyond --device cpu --random tiny --scenes 2 --chunks 2 --taught 2 --motion 1 --revisits 0 "
     "--recorded 3 --together 2 --methods quantwm,qtc,qtc:without-bases,quantwm:keys=unrotated "
-    "--few quantwm,qtc --lanes quantwm,qtc-small,qtc"
+    "--few quantwm,quantwm-corrected,qtc --lanes quantwm,qtc-small,qtc"
 )
 
 
@@ -47,6 +47,9 @@ def test_everything_that_was_asked_for_was_done(out: Path) -> None:
     assert all(lane["scenes"] == 2 for lane in result["free"].values())
     assert len(result["motions"]) == 3
     assert "over_quantwm" in result["taught"]["qtc"]
+    plain, corrected = (result["taught"][lane] for lane in ("quantwm", "quantwm-corrected"))
+    assert plain["whole"]["mean"] != corrected["whole"]["mean"]
+    assert 0 < corrected["kv_bytes"] - plain["kv_bytes"] < 0.02 * plain["kv_bytes"]
 
 
 def test_the_text_has_every_section(out: Path) -> None:
