@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -80,6 +81,17 @@ def test_the_first_chunks_have_no_basis_and_the_first_basis_comes_in_time() -> N
 def test_a_basis_stays_while_nothing_changes() -> None:
     lane = Lane().run(Source(), 40)
     assert lane.generation == 1
+
+
+def test_it_is_asked_at_growing_distances() -> None:
+    """Half as many tokens more each time: 5 questions in 40 chunks, whatever the answer."""
+    lane, source, asked = Lane(), Source(), []
+    for _ in range(40):
+        lesson = lane.run(source, 1).cache._span.lesson
+        if lesson is not None and lesson.asked_at not in asked:
+            asked.append(lesson.asked_at)
+    assert asked[0] == 4 * 24 and len(asked) == 6
+    assert all(later >= 1.5 * sooner for sooner, later in pairwise(asked))
 
 
 def test_a_basis_is_renewed_when_the_keys_change_and_old_tokens_keep_theirs() -> None:
