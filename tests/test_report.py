@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from quantwm.cache.formats import make_format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy
 from quantwm.cli import main
 from quantwm.errors import UserError
-from quantwm.report import numbers
+from quantwm.report import numbers, results
 from quantwm.report.document import Plot, Sheet, both, compared, judge
 from quantwm.report.html import to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
 from quantwm.report.one_role import OneRoleFormat
 from quantwm.report.plan import rollout_jobs, units_of
 from quantwm.report.plots import to_svg
-from quantwm.report.pool import Failure, WorldSource, run_tasks, task_of
+from quantwm.report.pool import Failure, Workers, WorldSource, run_tasks, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
+from quantwm.report.together import batches
 from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from tests.cache_helpers import SPEC, run_chunk
@@ -98,6 +103,55 @@ def test_a_failing_task_does_not_cost_the_others(world):
     tasks = [task_of(_fail), task_of(lambda w: 7)]
     found = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
     assert found == [Failure("this lane broke"), 7]
+
+
+def _end(world) -> None:
+    if multiprocessing.parent_process() is not None:
+        os._exit(3)
+
+
+def test_tasks_of_a_process_that_ends_are_done_here(world):
+    source = WorldSource(random_preset="tiny")
+    tasks = [task_of(_end), *[task_of(_number, n) for n in range(4)]]
+    with Workers(source, [world.device], 2, world) as workers:
+        workers.ready()
+        assert workers.run(tasks, float("inf"), lambda text: None) == [None, 0, 1, 2, 3]
+
+
+def _number(world, number: int) -> int:
+    return number
+
+
+def test_processes_that_do_not_start_are_one_line():
+    with (
+        Workers(WorldSource(random_preset="no such preset"), [torch.device("cpu")], 2) as workers,
+        pytest.raises(UserError, match="2 processes do not all start on cpu"),
+    ):
+        workers.ready()
+
+
+def test_what_fails_together_is_done_alone(world, monkeypatch):
+    def picky(world, jobs):
+        if len(jobs) > 1:
+            raise UserError("not together")
+        return [run_job(world, job) for job in jobs]
+
+    monkeypatch.setattr(results, "run_jobs", picky)
+    scale = replace(PRESETS["minimal"], recorded_scenes=0)
+    order = results.Order(scale, together=2)
+    workers = Workers(WorldSource(random_preset="tiny"), [world.device], 1, world)
+    jobs = rollout_jobs(world, scale)
+    jobs = [replace(j, lanes=("quantwm",), seed=0) for j in jobs if j.experiment == "main"]
+    errors, found, failures = results._run(workers, order, jobs, float("inf"), lambda text: None)
+    assert errors == [] and [r.job for r in found] == jobs and failures == ["not together"]
+
+
+def test_the_longest_come_first_and_experiments_take_turns(world):
+    jobs = rollout_jobs(world, PRESETS["full"])
+    groups = results._interleaved(batches(jobs, 8))
+    kinds = [group[0].experiment for group in groups]
+    assert kinds[0] == "minute" and len(kinds) == len(batches(jobs, 8))
+    assert set(kinds[:8]) == {job.experiment for job in jobs}
 
 
 def test_windows_mark_divergence():

@@ -114,25 +114,37 @@ class Workers:
         """Results in the order of the tasks; None for those that had not begun by the deadline.
 
         A task that fails leaves a Failure in its place, so that one lane's mistake does not cost
-        the others' minutes; so do all that a process which ended leaves behind.
+        the others' minutes. What processes that ended left undone is done in this one.
 
         deadline: seconds since the epoch; infinity for none.
         """
-        if self._pool is None:
-            done: list[T | Failure | None] = []
-            for task in tasks:
-                done.append(_in_time(task, self.world, deadline))
-                report(f"{len(done)}/{len(tasks)}")
-            return done
         results: dict[int, T | Failure | None] = {}
-        waiting = {self._pool.submit(_run, task, deadline): i for i, task in enumerate(tasks)}
-        for done in as_completed(waiting):
-            try:
+        if self._pool is not None:
+            results = self._shared_out(self._pool, tasks, deadline, report)
+        for place, task in enumerate(tasks):
+            if place not in results:
+                results[place] = _in_time(task, self.world, deadline)
+                report(f"{len(results)}/{len(tasks)}")
+        return [results[place] for place in range(len(tasks))]
+
+    def _shared_out(
+        self,
+        pool: ProcessPoolExecutor,
+        tasks: Sequence[Task[T]],
+        deadline: float,
+        report: Callable[[str], None],
+    ) -> dict[int, T | Failure | None]:
+        """What the processes made of the tasks, by their place; all of it unless one ended."""
+        results: dict[int, T | Failure | None] = {}
+        try:
+            waiting = {pool.submit(_run, task, deadline): i for i, task in enumerate(tasks)}
+            for done in as_completed(waiting):
                 results[waiting[done]] = done.result()
-            except BrokenProcessPool:
-                results[waiting[done]] = Failure("a process of the report ended; see its own lines")
-            report(f"{len(results)}/{len(tasks)}")
-        return [results[i] for i in range(len(tasks))]
+                report(f"{len(results)}/{len(tasks)}")
+        except BrokenProcessPool:
+            self._pool = None
+            report("a process ended; this one does the rest")
+        return results
 
 
 def run_tasks(

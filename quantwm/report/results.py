@@ -16,7 +16,7 @@ from quantwm.report import numbers, plan, revisit
 from quantwm.report.attention import LayerErrors, study_attention
 from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
-from quantwm.report.pool import Task, Workers, reasons, task_of, whole
+from quantwm.report.pool import Failure, Task, Workers, reasons, task_of, whole
 from quantwm.report.scale import SCRIPTS, Scale
 from quantwm.report.together import batches, run_jobs
 from quantwm.report.variants import ABLATION, ALL, LANES, METHODS, ROLES, SWEEPS, known
@@ -98,16 +98,26 @@ def _run(
     studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
     groups = _interleaved(batches(rollouts, order.together))
     longest = sum(group[0].experiment in LONGEST for group in groups)  # which come first
-    rolled = [("rollouts", task_of(run_jobs, group)) for group in groups]
-    studies = [("study", task_of(study_attention, job, studied)) for job in recordings]
-    tasks: list[tuple[str, Task[Any]]] = [*rolled[:longest], *studies, *rolled[longest:]]
+    tasks: list[tuple[list[Job], Task[Any]]] = [(g, task_of(run_jobs, g)) for g in groups]
+    tasks[longest:longest] = [([], task_of(study_attention, job, studied)) for job in recordings]
     done = workers.run([task for _, task in tasks], deadline, report)
-    found = list(zip((kind for kind, _ in tasks), whole(done), strict=True))
-    errors = [one for kind, one in found if kind == "study" and one is not None]
+    found = list(zip((group for group, _ in tasks), done, strict=True))
+    # What fails together may do alone: one scene's mistake must not cost the others.
+    broken = [group for group, one in found if len(group) > 1 and isinstance(one, Failure)]
+    singles = [[job] for group in broken for job in group]
+    again = workers.run([task_of(run_jobs, job) for job in singles], deadline, report)
+    found += zip(singles, again, strict=True)
     places = {(job.experiment, job.label): place for place, job in enumerate(rollouts)}
-    results = [one for kind, group in found if kind == "rollouts" for one in group or ()]
+    kept = zip((group for group, _ in found), whole([one for _, one in found]), strict=True)
+    errors: list[Any] = []
+    results: list[JobResult] = []
+    for group, one in kept:
+        if one is not None and group:
+            results.extend(one)
+        elif one is not None:
+            errors.append(one)
     results.sort(key=lambda r: places[r.job.experiment, r.job.label])
-    return errors, results, reasons(done)
+    return errors, results, reasons([*done, *again])
 
 
 def _interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:

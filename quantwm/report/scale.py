@@ -56,8 +56,8 @@ class Scale:
 PRESETS = {
     "full": Scale(
         name="full", scenes=8, seeds=2, scripts=2, chunks=22, taught=12, short_chunks=8,
-        sweep_scenes=32, sweep_chunks=5, flicker_scenes=8, flicker_chunks=22, recorded_scenes=4,
-        recorded_chunks=12, minute_scenes=2, minute_chunks=131, revisits=16, timed_chunks=24,
+        sweep_scenes=32, sweep_chunks=5, flicker_scenes=16, flicker_chunks=22, recorded_scenes=4,
+        recorded_chunks=12, minute_scenes=8, minute_chunks=131, revisits=16, timed_chunks=24,
         contact_sheets=2,
     ),
     "small": Scale(
