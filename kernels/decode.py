@@ -143,6 +143,15 @@ class Decoder:
         out: [heads wanted, capacity, D] float32 or bfloat16, channels adjacent. ValueError on
         anything else, and on a range that does not fit.
         """
+        self.check(out, offset, start, stop, first_head)
+        if start < stop:
+            self._start(out, offset, start, stop, first_head)
+
+    @property
+    def prepared(self) -> PreparedLaunch:
+        return self._launch
+
+    def check(self, out: Tensor, offset: int, start: int, stop: int, first_head: int) -> None:
         heads, tokens, dim = self._shape
         out_heads, capacity, out_dim = out.shape
         stride_d = out.stride(2)
@@ -160,8 +169,6 @@ class Decoder:
             raise ValueError(
                 f"tokens {start}..{stop} of {tokens} do not fit at offset {offset} of {capacity}"
             )
-        if count:
-            self._start(out, offset, start, stop, first_head)
 
     def _start(self, out: Tensor, offset: int, start: int, stop: int, first_head: int) -> None:
         stride_h, stride_n, _ = out.stride()
@@ -303,5 +310,7 @@ def prepare_quantwm(
         "STEP": row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
+    if row.registers:
+        constants["maxnreg"] = row.registers
     prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)
     return AffineDecoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

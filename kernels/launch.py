@@ -106,7 +106,7 @@ class PreparedLaunch:
     """
 
     def __init__(self, kernel: Any, fixed: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        self._kernel, self._fixed, self._constants = kernel, tuple(fixed), constants
+        self.kernel, self._fixed, self.constants = kernel, tuple(fixed), constants
         self._direct = isinstance(kernel, JITFunction)
         if self._direct:
             flags = _specialised(kernel)
@@ -134,6 +134,13 @@ class PreparedLaunch:
             other._values = tuple(values)
         return other
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What is fixed as whole numbers: tensors as addresses, nothing as 0."""
+        return tuple(
+            t.data_ptr() if isinstance(t, Tensor) else 0 if t is None else t for t in self._fixed
+        )
+
     def __call__(
         self,
         grid: tuple[int, int],
@@ -143,7 +150,7 @@ class PreparedLaunch:
     ) -> None:
         """strides: integers that Triton specialises on; lengths: those that it does not."""
         if not self._direct:
-            self._kernel[grid](tensor, *strides, *lengths, *self._fixed, **self._constants)
+            self.kernel[grid](tensor, *strides, *lengths, *self._fixed, **self.constants)
             return
         device, address = driver.active.get_current_device(), tensor.data_ptr()
         kind = (
@@ -156,7 +163,7 @@ class PreparedLaunch:
             compiled = _COMPILED.get(key)
             if compiled is None:
                 args = (tensor, *strides, *lengths, *self._fixed)
-                compiled = _first_launch(self._kernel, grid, args, self._constants)
+                compiled = _first_launch(self.kernel, grid, args, self.constants)
                 self._known[kind] = _COMPILED[key] = compiled
                 return
             self._known[kind] = compiled

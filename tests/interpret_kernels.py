@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from benchmarks.agreement import (
 )
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
-from kernels import decode, encode, fused, groups, kmeans, stages, tuning
+from kernels import decode, decode_spans, encode, fused, groups, kmeans, stages, tuning
+from kernels.launch import launch
 from quantwm.cache import (
     CachePolicy,
     CacheSpec,
@@ -34,6 +36,7 @@ from quantwm.cache import (
 )
 from quantwm.cache import fused as attention_modes
 from quantwm.cache.dispatch import TritonOps
+from quantwm.cache.formats import QueryGuide
 
 OPS = TritonOps(kmeans, encode, decode, groups, stages)
 
@@ -87,6 +90,55 @@ def test_attention_in_slabs(monkeypatch: pytest.MonkeyPatch, method: str) -> Non
     cache.workspace = Workspace(scratch_limit=1, mode="slabs")
     assert relative_error(cache.attend(0, q, k, v), staged.double()) < 1e-5
     assert cache.workspace.nbytes == 2 * 2 * 128 * 64 * 4
+
+
+@pytest.mark.parametrize("case", [("qvg", 0), ("quantwm", 0), ("quantwm", 3)], ids=str)
+def test_spans_of_a_history_in_one_launch(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, int]
+) -> None:
+    """The same bits as span by span, of some heads, nothing touched between and beside them."""
+    method, rank = case
+    launched: list[tuple[int, ...]] = []
+
+    def noted(kernel: object, grid: tuple[int, ...], args: object, constants: object) -> None:
+        launched.append(grid)
+        launch(kernel, grid, args, constants)
+
+    monkeypatch.setattr(decode_spans, "launch", noted)
+    monkeypatch.setattr(decode_spans, "WORTHWHILE", 1)
+    settings = {} if method == "qvg" else {"psac": rank > 0, "rank": max(rank, 1)}
+    fmt = make_format(method, centroids=8, group_size=16, **settings)
+    parts, offset = [], 2
+    for number, tokens in enumerate((40, 17, 90)):
+        drawn = make_case(3, tokens, 64, 8, 16, max(rank, 1), "cpu", seed=number)
+        guide = QueryGuide(drawn.weights, drawn.basis, drawn.eigenvalues)
+        book = fmt.fit(drawn.x, torch.Generator().manual_seed(0), None)
+        span = fmt.join(*(fmt.encode(drawn.x, book, "keys", guide) for _ in range(2)))
+        prepared = prepare(method, span)
+        parts.append((prepared, offset, number, 2 * tokens - number))
+        offset += 2 * tokens
+    one = torch.full((2, offset + 3, 64), torch.nan)
+    many = one.clone()
+    for decoder, *given in parts:
+        decoder(one, *given, 1)
+    decode_spans.decode_spans(parts, many, 1)
+    assert torch.equal(one.view(torch.int32), many.view(torch.int32))
+    assert launched == [(-(-178 // parts[2][0].prepared.constants["BLOCK_N"]), 6)]
+
+
+def prepare(method: str, span: Any) -> decode.Decoder:
+    """The kernels' decoder of a span, which on a CPU would be the reference's."""
+    book, group_size = span.codebook.dense(), 16
+    if method == "qvg":
+        return decode.prepare_qvg(span.codes, span.ids, book, span.scales, group_size)
+    rows = span.correction
+    held = (None, None, None, 0)
+    if rows is not None:
+        held = (rows.coefficients, rows.row_scales, rows.basis, rows.first)
+    return decode.prepare_quantwm(
+        span.codes, span.ids, book, span.scales, span.secondary, span.chunk_stops, span.zeros,
+        group_size, *held,
+    )  # fmt: skip
 
 
 def test_float32_keys() -> None:

@@ -18,12 +18,12 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from kernels import decode, encode, flash, fused, kmeans, tuning  # noqa: E402
+from kernels import decode, decode_spans, encode, flash, fused, kmeans, tuning  # noqa: E402
 from kernels.format import Side  # noqa: E402
 
 TYPES = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float16: "*fp16", torch.uint8: "*u8",
-    torch.int8: "*i8", torch.int32: "*i32",
+    torch.int8: "*i8", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 SHARED_LIMIT = 227 * 1024  # bytes a block may have on sm_90
 REGISTER_LIMIT = 255
@@ -186,7 +186,7 @@ def test_every_launch_row_compiles(
             ptx = compiled.asm["ptx"]
             assert "wgmma.mma_async" in ptx or "mma.sync" in ptx, f"no tensor cores: {label}"
             # Head dim 128 is the large models': there k-means must run on Hopper's own path.
-            if dim == 138 and launched.kernel.__name__ in ("assign_kernel", "update_kernel"):
+            if dim == 128 and launched.kernel.__name__ in ("assign_kernel", "update_kernel"):
                 assert "wgmma.mma_async" in ptx, f"no wgmma: {label}"
 
 
@@ -211,6 +211,28 @@ def test_fused_attention_compiles(
             assert "fma.rn.bf16x2" in ptx, f"not two channels an instruction: {label}"
 
 
+@pytest.mark.parametrize("rank", [None, 0, 8])
+def test_many_spans_in_one_launch_compile(launches: list[Launched], rank: int | None) -> None:
+    """16 bytes a load of centroids and a store, though addresses come from a table."""
+    run_launchers(128, 64, 8)
+    name = "decode_ternary_kernel" if rank is None else "decode_affine_kernel"
+    one = next(
+        n for n in launches
+        if n.kernel.__name__ == name and n.arguments.get("RANK") == rank
+        and n.arguments["out_ptr"].dtype == torch.bfloat16
+    )  # fmt: skip
+    kernel = getattr(decode_spans, name.replace("decode_", "").replace("_k", "_spans_k"))
+    given = {**one.arguments, "table_ptr": torch.zeros(4, 17, dtype=torch.int64), "n_heads": 2}
+    wanted = {
+        k: v for k, v in given.items() if k in kernel.arg_names or k not in one.kernel.arg_names
+    }
+    compiled, used = compile_launch(Launched(kernel, wanted))
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] <= 168  # three programs of four warps and more share a multiprocessor
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"ld\.global[.a-z0-9:]*\.v[48]", ptx) and "st.global.v4" in ptx
+
+
 def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
     growing = {
@@ -219,11 +241,11 @@ def test_lengths_are_not_specialised() -> None:
     }  # fmt: skip
     kernels = [
         getattr(module, name)
-        for module in (kmeans, encode, decode, flash)
+        for module in (kmeans, encode, decode, decode_spans, flash)
         for name in vars(module)
         if name.endswith("_kernel")
     ]
-    assert len(kernels) == 13
+    assert len(set(map(id, kernels))) == 15
     for kernel in kernels:
         for parameter in kernel.params:
             if parameter.name in growing:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 CHOICES = ("auto", "reference", "triton")
 AttentionMode = Literal["staged", "slabs", "fused"]
+Parts = list[tuple[Decode, int, int, int]]  # and offset, start, stop
 
 
 class Ops(GroupOps, Protocol):
@@ -91,6 +92,10 @@ class Ops(GroupOps, Protocol):
 
     def copy_pair(self, k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
         """k and v [H, N, D] to k_out[:, offset : offset + N] and v_out[...], in their type."""
+        ...
+
+    def decode_spans(self, parts: Parts, out: Tensor, first_head: int = 0) -> None:
+        """Each part as its decoder called alone would do."""
         ...
 
     def prepare_copy(self, x: Tensor) -> Decode:
@@ -191,12 +196,7 @@ def _choose(device_type: str, override: str) -> tuple[Ops, str]:
 @lru_cache(maxsize=8)
 def fused_kernel(device: torch.device) -> ModuleType | str:
     """The kernel of fused attention on this device (`kernels/fused.py`), or why there is none."""
-    ops = ops_for(device)
-    if not isinstance(ops, TritonOps):
-        return explain(device)
-    from kernels import fused
-
-    return fused
+    return kernels_in("fused", device) or explain(device)
 
 
 @lru_cache(maxsize=8)
@@ -333,6 +333,9 @@ class TritonOps(TritonGroupOps):
     def copy_pair(self, k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -> None:
         ops = self._decode if _copied(k, k_out) and _copied(v, v_out) else reference
         ops.copy_pair(k_out, v_out, offset, k, v)
+
+    def decode_spans(self, parts: Parts, out: Tensor, first_head: int = 0) -> None:
+        import_module("kernels.decode_spans").decode_spans(parts, out, first_head)
 
     def prepare_copy(self, x: Tensor) -> Decode:
         return (self._decode if _copied(x, x) else reference).prepare_copy(x)

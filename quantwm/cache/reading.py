@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback, ops_for
-from quantwm.cache.formats.base import HeadRanges
+from quantwm.cache.formats.base import HeadRanges, Prepared
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
 from quantwm.cache.workspace import Workspace
@@ -39,16 +39,22 @@ def decode_visible(
 
     first_head: of the heads that keys and values hold; None where they hold all of them.
     """
-    offset = 0
+    offset, prepared = 0, ([], [])
     for segment in segments:
-        start, stop = segment.hidden_tokens(first), segment.tokens
+        fmt, start, stop = segment.fmt, segment.hidden_tokens(first), segment.tokens
         if start < stop:
-            for span, out in ((segment.keys[slot], keys), (segment.values[slot], values)):
-                if first_head is None:
-                    segment.fmt.decode_into(span, out, offset, start, stop)
+            sides = (segment.keys[slot], keys), (segment.values[slot], values)
+            for (span, out), parts in zip(sides, prepared, strict=True):
+                decode = fmt.prepared(span) if isinstance(fmt, Prepared) else None
+                if decode is not None:
+                    parts.append((decode, offset, start, stop))
+                elif first_head is None:
+                    fmt.decode_into(span, out, offset, start, stop)
                 else:
-                    segment.fmt.decode_heads_into(span, out, offset, start, stop, first_head)
+                    fmt.decode_heads_into(span, out, offset, start, stop, first_head)
             offset += stop - start
+    for parts, out in zip(prepared, (keys, values), strict=True):
+        ops_for(out.device).decode_spans(parts, out, first_head or 0)
 
 
 @dataclass(frozen=True)

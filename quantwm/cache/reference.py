@@ -7,7 +7,7 @@ and everything after the table is in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -188,6 +188,12 @@ def copy_pair(k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -
     """See `dispatch.Ops.copy_pair`."""
     tokens = slice(offset, offset + k.shape[1])
     k_out[:, tokens], v_out[:, tokens] = k, v
+
+
+def decode_spans(parts: Sequence[Any], out: Tensor, first_head: int = 0) -> None:
+    """See `dispatch.Ops.decode_spans`."""
+    for decode, offset, start, stop in parts:
+        decode(out, offset, start, stop, first_head)
 
 
 def prepare_copy(x: Tensor) -> Callable[..., None]:

@@ -129,6 +129,15 @@ class HeadRanges(Protocol):
 
 
 @runtime_checkable
+class Prepared(Protocol):
+    """A format whose spans have decoders that last, which one launch may stand for."""
+
+    def prepared(self, span: Any) -> Any:
+        """The span's `dispatch.Decode`; None where a reading needs more than that."""
+        ...
+
+
+@runtime_checkable
 class Fusible(Protocol):
     """A format whose spans the fused attention decodes inside its kernel."""
 

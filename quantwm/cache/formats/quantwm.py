@@ -19,7 +19,7 @@ from kernels.format import Side
 from quantwm.cache.affine import affine_scales
 from quantwm.cache.codebook import codebook_bytes
 from quantwm.cache.codebook_life import CodebookLife
-from quantwm.cache.dispatch import note_fallback, ops_for
+from quantwm.cache.dispatch import Decode, note_fallback, ops_for
 from quantwm.cache.formats.base import (
     Codebook,
     QueryGuide,
@@ -235,6 +235,11 @@ class QuantWMFormat:
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode_into(out, offset, start, stop, first_head)
+
+    def prepared(self, span: QuantWMSpan) -> Decode | None:
+        rows = span.correction
+        as_held = (rows is None or rows.is_plain) and span.codebook.scales is None
+        return span.decode if as_held and span.turns is None else None
 
     def side(self, span: QuantWMSpan) -> Side:
         rows = span.correction

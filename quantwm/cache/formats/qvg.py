@@ -141,6 +141,9 @@ class QvgFormat:
         decode = span.decode if span.codebook.scales is None else span.decoder()
         decode(out, offset, start, stop, first_head)
 
+    def prepared(self, span: QvgSpan) -> Decode | None:
+        return span.decode if span.codebook.scales is None else None
+
     def side(self, span: QvgSpan) -> Side:
         packed = (span.codes, span.ids, span.codebook.dense(), span.scales)
         return Side("ternary", None, *packed)
