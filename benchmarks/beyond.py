@@ -86,14 +86,19 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         files = {path.name: path for path in options.tensors}
         if options.recorded:
             files[OWN] = beyond_study.record(world, Path(folder), options.recorded)
-        studies = [(name, method) for name in files for method in methods]
+        studies = [
+            (name, method)
+            for name in files
+            for method in methods
+            if beyond_study.suits(method, name == OWN)
+        ]
         chunks = {"free": options.chunks, "taught": options.taught, "motion": options.motion}
         jobs = rollouts.jobs_of(world, scale, options.scenes, chunks, lanes)
         jobs += rollouts.recalls(world, episodes, lanes["motion"])
         # The longest first, so that no process is left with one of them at the end.
         groups = sorted(batches(jobs, options.together), key=_work, reverse=True)
         tasks: list[Task[Any]] = [task_of(run_jobs, group) for group in groups]
-        tasks += [task_of(beyond_study.study_method, files[n], method) for n, method in studies]
+        tasks += [task_of(beyond_study.study_method, files[n], m, n == OWN) for n, m in studies]
         _say(f"{len(tasks)} tasks in {processes} processes, {time.time() - began:.0f} s")
         finished = workers.run(tasks, began + options.seconds, _say)
     for reason in reasons(finished):

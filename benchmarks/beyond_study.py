@@ -96,14 +96,17 @@ def record(world: World, folder: Path, chunks: int, layers: Sequence[int] = LAYE
     return path
 
 
-def study_method(world: World, path: Path, method: str) -> dict[str, Any]:
+def study_method(world: World, path: Path, method: str, own_layers: bool) -> dict[str, Any]:
     """One method over a recording, strictly causal and all of it compressed: `study.MethodResult`.
 
     The world's settings for a format hold where a method does not begin with a preset.
+
+    own_layers: the recording is the world's, so that its output weights are those of the layers.
     """
     tensors = load_tensors(path)
     name, own = split_method(method)
     suited = {} if "preset" in own else world.spec.format_settings.get(name, {})
+    weights: Any = getattr(world, "value_metric", None) if own_layers else None
     (result,) = study(
         tensors,
         [method],
@@ -111,8 +114,14 @@ def study_method(world: World, path: Path, method: str) -> dict[str, Any]:
         span=world.spec.policy.span_tokens,
         settings={method: suited},
         device=world.device,
+        output_weights=None if weights is None else lambda layer: weights(layer, "self"),
     )
     return asdict(result)
+
+
+def suits(method: str, own_layers: bool) -> bool:
+    """Whether a method means anything on a recording whose output weights are (not) known."""
+    return own_layers or method != "qtc:by-output"
 
 
 def by_method(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

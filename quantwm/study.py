@@ -99,6 +99,7 @@ def study(
     device: torch.device | str = "cpu",
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
+    output_weights: Callable[[int], torch.Tensor] | None = None,
 ) -> list[MethodResult]:
     """Run every method over the recording.
 
@@ -111,6 +112,8 @@ def study(
         span: tokens that share a codebook.
         settings: per entry of `methods`, for `make_format`.
         report: told about progress, one line at a time.
+        output_weights: number of a layer -> W^T W of the rows of its output weights that each
+            head's values meet, [H, D, D], for methods that ask for it.
     """
     spec = study_spec(tensors, chunk)
     policy = CachePolicy(span_tokens=span)
@@ -121,6 +124,9 @@ def study(
     for method in methods:
         name, own = split_method(method)
         fmt = make_format(name, **{**settings.get(method, {}), **own})
+        if output_weights is not None and hasattr(fmt, "output_metric"):
+            numbers, given = tuple(tensors.layers), output_weights
+            fmt.output_metric = lambda slot, numbers=numbers, given=given: given(numbers[slot])
         cache = KVCache(spec, fmt, policy, device=device, seed=seed)
         results.append(_study_method(method, cache, tensors, report))
     return results

@@ -15,7 +15,7 @@ from quantwm.errors import UserError
 
 SMALL = (
     "beyond --device cpu --random tiny --scenes 2 --chunks 2 --taught 2 --motion 1 --revisits 0 "
-    "--recorded 3 --together 2 --methods quantwm,qtc,qtc:without-bases,quantwm:keys=unrotated "
+    "--recorded 3 --together 2 --methods quantwm,qtc,qtc:by-output,quantwm:keys=unrotated "
     "--few quantwm,quantwm-corrected,qtc --lanes quantwm,qtc-small,qtc"
 )
 
@@ -38,7 +38,7 @@ def test_everything_that_was_asked_for_was_done(out: Path) -> None:
     assert result["not_begun"] == 0 and not result["missing_methods"]
     rows = result["study"][beyond.OWN]
     assert [row["method"] for row in rows] == [
-        "quantwm", "qtc", "qtc:without-bases", "quantwm:keys=unrotated",
+        "quantwm", "qtc", "qtc:by-output", "quantwm:keys=unrotated",
     ]  # fmt: skip
     for row in rows:
         assert set(row["layers"]) == {"1"} and row["cold"]["logit_mse"] > 0
