@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -182,6 +183,9 @@ def _lesson(lesson: Any, cache: Any) -> list[Wanted]:
         raise ValueError("a lesson of another format")
     if {len(lesson.keys), len(lesson.values), len(lesson.promised)} != {slots}:
         raise ValueError("a lesson of other slots")
+    heads = cache.spec.heads
+    if any(len(costs) != heads or min(costs, default=0.0) < 0 for costs in chain(*lesson.promised)):
+        raise ValueError("a lesson that promises costs of other heads")
     place = Place(cache.fmt, "keys", 0, cache.spec)
     return [w for basis in (*lesson.keys, *lesson.values) for w in basis_tensors(basis, place)]
 

@@ -45,6 +45,10 @@ SAVED: dict[str, type] = {
 """Classes that a saved cache may hold."""
 
 
+MAX_NUMBER = 2**53
+"""Numbers stay below it, so that those that come from a file can be added and divided."""
+
+
 class TreeWriter:
     """Turns values into JSON nodes and collects their tensors, each storage once."""
 
@@ -128,6 +132,8 @@ class TreeReader:
         """Of every tensor that the values hold, its id."""
 
     def value(self, node: Any) -> Any:
+        if isinstance(node, int | float) and not abs(node) < MAX_NUMBER:
+            raise ValueError("a number that no cache counts to")
         if node is None or isinstance(node, bool | int | float | str):
             return node
         if isinstance(node, list):

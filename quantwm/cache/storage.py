@@ -25,7 +25,7 @@ from quantwm.cache.span_checks import Wanted
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.state_checks import state_tensors
 from quantwm.cache.state_tree import SAVED, TreeReader, TreeWriter
-from quantwm.cache.tensor_store import parse_json, read_header, read_tensors, write
+from quantwm.cache.tensor_store import parse_json, printable, read_header, read_tensors, write
 from quantwm.cache.workspace import Workspace
 from quantwm.errors import UserError
 
@@ -117,8 +117,9 @@ class Savable:
                 for wanted in state_tensors(state, cache):
                     wanted.check_values()
                 _restore(cache, state)
-            except ValueError as broken:
-                raise UserError(f"{path.name} is not a whole cache: {broken}") from broken
+            except (ValueError, RecursionError) as broken:
+                reason = printable(broken, 160)
+                raise UserError(f"{path.name} is not a whole cache: {reason}") from broken
         return cache
 
 
@@ -193,7 +194,7 @@ def _seed(name: str, metadata: Mapping[str, str]) -> int:
     if metadata.get("format") != FORMAT:
         raise UserError(f"{name} is no saved cache: its metadata does not say {FORMAT}")
     if metadata.get("version") != VERSION:
-        found = metadata.get("version", "none")[:20]
+        found = printable(metadata.get("version", "none"), 20)
         raise UserError(f"{name} is of version {found}; this program reads version {VERSION}")
     settings = parse_json(metadata.get("cache", ""), name)
     seed = settings.get("seed") if isinstance(settings, dict) else None
@@ -214,5 +215,5 @@ def _require_same(name: str, metadata: Mapping[str, str], cache: Any) -> None:
             field = next(key for key in wanted if found[key] != wanted[key])
             found, wanted, part = found[field], wanted[field], f"{part}: {field}"
         raise UserError(
-            f"{name} was saved with {part} {str(found)[:60]}, this cache has {str(wanted)[:60]}"
+            f"{name} was saved with {part} {printable(found)}, this cache has {printable(wanted)}"
         )

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from quantwm.errors import UserError
 
-MAX_HEADER_BYTES = 32 << 20
-"""A cache of 40 layers and 40 spans has a header of 4 MB; parsing 32 MB takes half a second."""
+MAX_HEADER_BYTES = 16 << 20
+MAX_HEADER_PARTS = 500_000
+"""Commas and opening brackets. A cache of 40 layers and 40 spans has a header of 4 MB with 400,000;
+16 MB of nothing but empty lists would take 5 s and 400 MB to parse."""
 
 BLOCK_BYTES = 64 << 20
 """Moved between a device and the file at once."""
@@ -70,7 +72,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         }
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
+    if len(text) > MAX_HEADER_BYTES or _parts(text) > MAX_HEADER_PARTS:
         raise UserError(f"{path.name}: {len(tensors):,} tensors are too many for one file")
     partial = path.with_name(path.name + ".part")
     try:
@@ -165,13 +167,28 @@ def read_tensors(
     return tensors
 
 
+def _parts(text: bytes) -> int:
+    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
+
+
 def parse_json(text: bytes | str, name: str) -> Any:
-    """JSON without NaN, repeated keys or nesting deep enough to stop the parser; else UserError."""
+    """JSON without NaN, repeated keys or nesting deep enough to stop the parser; else UserError.
+
+    It is also refused when it has so many parts that reading them would take seconds.
+    """
+    raw = text.encode(errors="replace") if isinstance(text, str) else text
+    if _parts(raw) > MAX_HEADER_PARTS:
+        raise UserError(f"{name}: a header of more than {MAX_HEADER_PARTS:,} parts")
     try:
         return json.loads(text, parse_constant=_refuse, object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:80]
         raise UserError(f"{name}: the header is not readable JSON ({reason})") from error
+
+
+def printable(text: object, most: int = 60) -> str:
+    """The beginning of what a file says, fit for one line of a message."""
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:most])
 
 
 def _refuse(constant: str) -> None:
