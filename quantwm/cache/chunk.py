@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.codebook import Codebook
 from quantwm.cache.codebook_life import outliving
-from quantwm.cache.formats.base import Codebook, Format
+from quantwm.cache.dispatch import kernels_in
+from quantwm.cache.formats.base import Format
 from quantwm.cache.formats.bf16 import Bf16Format
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.segments import ChunkGuide, Segment
@@ -20,6 +22,10 @@ BookPair = tuple[Codebook | None, Codebook | None]
 """Codebooks of keys and values; None in formats without."""
 
 BF16 = Bf16Format()
+
+FITTED_TOGETHER = 32 << 20
+"""Bytes of keys and values that are copied beside each other for it: 12 heads of 4,680 tokens are
+29 MB. Larger ones keep a GPU busy alone."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +146,26 @@ def encode_pair(
             last is not None and refits is not None and 2 * slot + role not in refits
             for role, last in enumerate(pair)
         ]
-        pair = tuple(
-            last if keep else fmt.fit(x, generator, last)
-            for x, last, keep in zip((k, v), pair, kept, strict=True)
-        )
+        if not any(kept) and _fitted_together(fmt, k, pair):
+            pair = fmt.fit(torch.cat((k, v)), generator, pair[0].joined(pair[1])).halves()
+        else:
+            pair = tuple(
+                last if keep else fmt.fit(x, generator, last)
+                for x, last, keep in zip((k, v), pair, kept, strict=True)
+            )
     keys = fmt.encode(k, pair[0], "keys", queries)
     values = fmt.encode(v, pair[1], "values", queries)
     return (keys, values), pair
+
+
+def _fitted_together(fmt: Format[Any], k: Tensor, pair: BookPair) -> bool:
+    """Whether the codebooks of keys and values are fitted as those of twice the heads, bit for bit
+    the same: k-means of a small layer is bound by its launches.
+
+    Only from warm ones, for which nothing is drawn; not where one may outlive the other.
+    """
+    small = 2 * k.nbytes <= FITTED_TOGETHER and kernels_in("kmeans", k.device) is not None
+    return small and outliving(fmt) is None and all(isinstance(b, Codebook) for b in pair)
 
 
 def residual_power(

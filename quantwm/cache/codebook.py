@@ -42,6 +42,16 @@ class Codebook:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.centroids,) if self.scales is None else (self.centroids, self.scales)
 
+    def joined(self, other: Codebook) -> Codebook:
+        """The heads of both, in BF16: where fitting begins, not what is stored."""
+        return Codebook(torch.cat((self.dense(), other.dense())))
+
+    def halves(self) -> tuple[Codebook, Codebook]:
+        """The first and the last half of the heads, as views."""
+        parts = (t.chunk(2) for t in self.tensors())
+        first, last = zip(*parts, strict=True)
+        return Codebook(*first), Codebook(*last)
+
 
 def codebook_bytes(centroids: int, head_dim: int, bits: int) -> int:
     """Of one head's codebook, as `Codebook.of` makes it."""
