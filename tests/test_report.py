@@ -26,6 +26,7 @@ from quantwm.report.plan import rollout_jobs, units_of
 from quantwm.report.plots import to_svg
 from quantwm.report.pool import Failure, Workers, WorldSource, run_tasks, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
+from quantwm.report.sections.flicker import _recall_verdicts
 from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from tests.cache_helpers import SPEC, run_chunk
@@ -174,6 +175,21 @@ def test_verdicts_follow_the_numbers():
     assert (less.word, more.word) == ("holds", "does not hold")
     assert both("c", [less, more]).word == "does not hold"
     assert both("c", [less, less]).word == "holds"
+
+
+@pytest.mark.parametrize(
+    ("lost", "word"),
+    [([0.1, 0.2, 0.1], "holds"), ([0.1, 3.0, 2.0], "undecided"), ([2.0, 2.5, 2.2], "does not hold"),
+     ([0.1], "undecided")],
+)  # fmt: skip
+def test_a_cache_remembers_as_well_only_if_its_whole_interval_does(lost, word):
+    truth = [20.0] * len(lost)
+    rows = [
+        {"task": "Reappear: x", "history": "whole", "lane": lane, "values": values}
+        for lane, values in (("bf16", truth), ("quantwm", [20.0 - x for x in lost]))
+    ]
+    (verdict,) = _recall_verdicts(rows)
+    assert verdict.word == word and "BF16's PSNR less QuantWM's" in verdict.because
 
 
 def test_plots_and_sheets():
