@@ -20,8 +20,8 @@ from kernels.format import Side
 from quantwm.cache.dispatch import Ops, ops_for
 
 Axes = tuple[tuple[int, ...], ...]
-"""Tokens a program, centroids a tile (attention: queries), warps, pipeline stages and, in
-attention, the most registers a thread may have (0: any)."""
+"""Tokens a program, centroids a tile (attention: queries; decoding: tokens a step), warps, pipeline
+stages and, in attention and decoding, the most registers a thread may have (0: any)."""
 
 KEYS = ("block_n", "block_k", "num_warps", "num_stages", "registers")
 SEARCH: dict[str, Axes] = {
@@ -30,8 +30,8 @@ SEARCH: dict[str, Axes] = {
     "UPDATE": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
     "ENCODE": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
     "ENCODE_PSAC": ((16, 32, 64, 128), (0,), (4, 8), (1,)),
-    "DECODE": ((8, 16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
-    "DECODE_PSAC": ((16, 32, 64, 128), (0,), (2, 4, 8), (1,)),
+    "DECODE": ((64, 128, 256, 512), (8, 16, 32), (4, 8), (1,)),
+    "DECODE_PSAC": ((128, 256, 512), (16, 32, 64), (4, 8), (1,), (0, 128)),
     "ENCODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
     "ENCODE_CHANNELS": ((1024, 2048, 4096, 8192), (0,), (2, 4, 8), (1,)),
     "DECODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
@@ -47,10 +47,10 @@ FASTEST: dict[str, tuple[tuple[int, ...], ...]] = {
     "UPDATE": ((128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4), (128, 64, 8, 3), (256, 64, 8, 2)),
     "ENCODE": ((32, 0, 2, 1), (64, 0, 4, 1), (16, 0, 2, 1), (32, 0, 4, 1)),
     "ENCODE_PSAC": ((32, 0, 4, 1), (16, 0, 4, 1), (64, 0, 4, 1), (128, 0, 8, 1)),
-    "DECODE": ((8, 0, 4, 1), (16, 0, 4, 1), (16, 0, 8, 1), (32, 0, 4, 1), (8, 0, 2, 1),
-               (16, 0, 2, 1), (64, 0, 4, 1), (64, 0, 8, 1)),
-    "DECODE_PSAC": ((64, 0, 4, 1), (32, 0, 2, 1), (32, 0, 4, 1), (128, 0, 8, 1), (64, 0, 2, 1),
-                    (64, 0, 8, 1)),
+    "DECODE": ((128, 8, 4, 1), (64, 8, 4, 1), (256, 8, 4, 1), (128, 16, 8, 1), (256, 16, 8, 1),
+               (128, 16, 4, 1), (256, 16, 4, 1)),
+    "DECODE_PSAC": ((256, 16, 4, 1), (256, 32, 8, 1), (128, 16, 4, 1), (512, 16, 4, 1),
+                    (256, 16, 2, 1), (256, 32, 4, 1, 128), (256, 64, 8, 1, 128)),
     "ENCODE_TOKENS": ((32, 0, 4, 1), (16, 0, 4, 1), (32, 0, 2, 1), (64, 0, 8, 1)),
     "ENCODE_CHANNELS": ((8192, 0, 4, 1), (4096, 0, 4, 1), (2048, 0, 2, 1), (8192, 0, 8, 1)),
     "DECODE_TOKENS": ((16, 0, 4, 1), (8, 0, 4, 1), (32, 0, 4, 1), (16, 0, 2, 1)),
