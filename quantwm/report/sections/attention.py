@@ -10,6 +10,7 @@ from quantwm.report.document import (
     Section,
     Table,
     Verdict,
+    Word,
     both,
     cell,
     compared,
