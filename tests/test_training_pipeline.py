@@ -21,7 +21,7 @@ from training.maps import MapConfig, build_map, pack_wad
 from training.muon import Muon, orthogonalise
 from training.plans import PLANS, apply_switches
 from training.report import one_run, several_runs, switches
-from training.run_all import parse, run_all, without_folders
+from training.run_all import parse, run_all, wait_for_files, without_folders
 from training.train_autoencoder import learning_rate
 from training.train_transformer import rate_factor
 from training.walker import Pose, Walker
@@ -181,6 +181,14 @@ def test_episodes_of_a_wrong_shape_are_named(tmp_path):
     (tmp_path / "episode-0000003.npz").unlink()
     with pytest.raises(UserError, match=r"episode-0000002\.npz: keys must be uint8"):
         load_folder(tmp_path, "cpu")
+
+
+def test_a_second_run_waits_for_episodes_but_not_for_those_given_up(tmp_path):
+    with pytest.raises(UserError, match="0 of 2 episodes"):
+        wait_for_files(tmp_path, 2, 0.1)
+    (tmp_path / "episode-0000001.npz").touch()
+    wait_for_files(tmp_path, 2, 60, patience=0.1)
+    wait_for_files(tmp_path, 1, 0)
 
 
 def test_report_tells_switches_and_no_folders():

@@ -150,14 +150,18 @@ class FrameSource:
         self._recorders, self._threads = [], []
 
 
-def wait_for_files(folder: Path, count: int, seconds: float) -> None:
-    """UserError when so many episodes do not come in time."""
-    end = time.monotonic() + seconds
-    while (found := len(list(folder.glob("episode-*.npz")))) < count:
+def wait_for_files(folder: Path, count: int, seconds: float, patience: float = 40) -> None:
+    """Until so many episodes are there, or some are and no more come for `patience` seconds: a few
+    may have been given up. UserError when there are none in time."""
+    end, found, last = time.monotonic() + seconds, 0, time.monotonic()
+    while (now := len(list(folder.glob("episode-*.npz")))) < count:
+        if now > found:
+            found, last = now, time.monotonic()
+        if found and time.monotonic() - last > patience:
+            return
         if time.monotonic() > end:
             raise UserError(
-                f"{folder} has {found} of {count} episodes after {seconds:.0f} s; "
-                f"leave out --no-record"
+                f"{folder} has {now} of {count} episodes after {seconds:.0f} s; leave out --no-record"
             )
         time.sleep(0.2)
 
