@@ -21,7 +21,7 @@ import numpy as np
 from app import limits
 from quantwm.errors import UserError
 from quantwm.session_zip import zip_session
-from quantwm.video import is_video, iter_video
+from quantwm.video import is_video, iter_video, upright_rgb
 
 
 @dataclass(frozen=True)
@@ -152,27 +152,21 @@ def _uploaded_file(path: object, uploads: Path) -> Path:
 
 
 def _read_picture(file: Path) -> np.ndarray:
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     data = file.read_bytes()
     try:
         # Of Pillow's many formats three: EPS would start Ghostscript on a stranger's program.
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
             _check_shape(*image.size)
-            upright = ImageOps.exif_transpose(image)
-            if upright.has_transparency_data:
-                # What is see-through is shown on white, not with the colour that hides behind it.
-                upright = upright.convert("RGBA")
-                white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
-                upright = Image.alpha_composite(white, upright)
-            picture = np.asarray(upright.convert("RGB"))
+            picture = upright_rgb(image)
     except UserError:
         raise
     except Image.DecompressionBombError as error:
         raise UserError("the picture has far too many pixels; choose a smaller one") from error
     except (OSError, ValueError, SyntaxError, KeyError, IndexError, TypeError) as error:
         raise UserError("the picture could not be read; use PNG, JPEG, WebP or a video") from error
-    return reduce_picture(np.ascontiguousarray(picture, dtype=np.uint8))
+    return reduce_picture(picture)
 
 
 def _check_shape(width: int, height: int) -> None:

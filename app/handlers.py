@@ -95,6 +95,11 @@ def _one_of(name: object, offered: Sequence[Named], what: str) -> str | None:
     return str(name)
 
 
+def _unreadable(letter: str) -> bool:
+    """Control characters but for white space, and halves of characters beyond U+FFFF."""
+    return (letter < " " and letter not in "\n\t\r") or "\ud800" <= letter < "\ue000"
+
+
 def checked_prompt(prompt: object, catalogue: Catalogue) -> str:
     """A prompt as typed; an empty one means the world's own. UserError on what cannot be one."""
     if not isinstance(prompt, str):
@@ -106,12 +111,8 @@ def checked_prompt(prompt: object, catalogue: Catalogue) -> str:
             f"a prompt has at most {limits.MAX_PROMPT_CHARACTERS:,} characters, "
             f"got {len(prompt):,}: shorten it"
         )
-    if (
-        prompt
-        and not prompt.isprintable()
-        and any(ord(c) < 32 and c not in "\n\t\r" for c in prompt)
-    ):
-        raise UserError("the prompt holds control characters; type it again")
+    if prompt and not prompt.isprintable() and any(_unreadable(letter) for letter in prompt):
+        raise UserError("the prompt holds control or half characters; type it again")
     return prompt.strip()
 
 

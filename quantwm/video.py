@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from quantwm.video_reader import (
     require_pyav,
 )
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 MAX_PICTURE_BYTES = 32 * 2**20
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
@@ -37,6 +40,7 @@ __all__ = [
     "read_start",
     "read_video",
     "require_pyav",
+    "upright_rgb",
 ]
 
 
@@ -203,7 +207,6 @@ class PreviewWriter(_Writer):
 
 def read_picture(path: Path) -> np.ndarray:
     """A picture as uint8 [H, W, 3]; its size is checked before it is decoded."""
-    import imageio.v3 as iio
     from PIL import Image, UnidentifiedImageError
 
     check_file(path, MAX_PICTURE_BYTES)
@@ -219,19 +222,37 @@ def read_picture(path: Path) -> np.ndarray:
             f"at most {video_reader.MAX_PIXELS:,} pixels are read"
         )
     try:
-        return np.asarray(iio.imread(path, plugin="pillow", mode="RGB", rotate=True))
+        with Image.open(path, formats=PICTURE_FORMATS) as image:
+            return upright_rgb(image)
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(f"{path.name} is damaged: {one_line(error)}") from error
+
+
+def upright_rgb(image: Image.Image) -> np.ndarray:
+    """An opened picture as uint8 [H, W, 3], turned as its camera was held."""
+    from PIL import Image, ImageOps
+
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I"):
+        # 16 bits a grey level, which Pillow would cut off at 255.
+        grey = (np.asarray(upright).astype(np.float32) / 257.0).round().clip(0, 255)
+        return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
+    if upright.has_transparency_data:
+        # What is see-through is shown on white, not with the colour that hides behind it.
+        upright = upright.convert("RGBA")
+        white = Image.new("RGBA", upright.size, (255, 255, 255, 255))
+        upright = Image.alpha_composite(white, upright)
+    return np.ascontiguousarray(upright.convert("RGB"), dtype=np.uint8)
 
 
 def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
     """A person's start picture or video, cropped and resized to the world's size.
 
-    size: (width, height). Returns uint8 [T, H, W, 3]; T is 1 for a picture and at most `frames`
-    for a video.
+    size: (width, height). Returns uint8 [T, H, W, 3]; T is 1 for a picture and at most `frames`,
+    but at least 1, for a video.
     """
     check_file(path, video_reader.MAX_VIDEO_BYTES)
-    pictures = read_video(path, frames) if is_video(path) else read_picture(path)[None]
+    pictures = read_video(path, max(frames, 1)) if is_video(path) else read_picture(path)[None]
     return np.stack([fit(picture, size) for picture in pictures])
 
 

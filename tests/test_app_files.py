@@ -75,6 +75,13 @@ def test_grey_palette_and_alpha_become_rgb(uploads: Path) -> None:
         assert read_upload(str(uploads / name), uploads, 16).shape == (8, 8, 3)
 
 
+def test_sixteen_bits_of_grey_keep_their_shades(uploads: Path) -> None:
+    shades = np.linspace(0, 65535, 16 * 64).astype(np.uint16).reshape(16, 64)
+    iio.imwrite(uploads / "deep.png", shades)
+    read = read_upload(str(uploads / "deep.png"), uploads, 1)
+    assert np.abs(read[..., 0] - shades / 257.0).max() <= 0.5 and read.shape == (16, 64, 3)
+
+
 def test_the_first_frames_of_a_video_are_read(uploads: Path) -> None:
     frames = np.random.default_rng(1).integers(0, 256, (7, 24, 32, 3), dtype=np.uint8)
     with LosslessWriter(uploads / "clip.mkv", 8.0) as video:

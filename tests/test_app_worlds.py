@@ -93,7 +93,8 @@ def test_a_download_that_breaks_is_one_line_and_tells_no_secrets() -> None:
     ("fields", "says"),
     [
         ({"prompt": "x" * 4_001}, "at most 4,000 characters, got 4,001"),
-        ({"prompt": "a\0b"}, "control characters"),
+        ({"prompt": "a\0b"}, "control or half characters"),
+        ({"prompt": "a \ud800 b"}, "control or half characters"),
         ({"prompt": 7}, "must be text"),
         ({"script": "dance"}, "unknown script 'dance'"),
         ({"scene": "hall"}, "unknown scene 'hall'; choose one of none here"),

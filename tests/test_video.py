@@ -149,6 +149,19 @@ def test_start_picture_and_video(tmp_path):
     with video.LosslessWriter(tmp_path / "a.mkv", 8) as writer:
         writer.write(noise(6, 20, 40))
     assert video.read_start(tmp_path / "a.mkv", (16, 8), 4).shape == (4, 8, 16, 3)
+    assert len(video.read_start(tmp_path / "a.mkv", (16, 8), 0)) == 1, "a world without context"
+
+
+def test_a_start_picture_is_upright_and_on_white(tmp_path):
+    from PIL import Image
+
+    see_through = np.zeros((20, 40, 4), np.uint8)
+    see_through[:, :20, 3] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held on its side
+    Image.fromarray(see_through).save(tmp_path / "a.png", exif=exif)
+    read = video.read_start(tmp_path / "a.png", (20, 40), 1)[0]
+    assert (read[:20] == 0).all() and (read[20:] == 255).all()
 
 
 def test_broken_pictures(tmp_path, monkeypatch):

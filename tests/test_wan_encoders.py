@@ -93,7 +93,9 @@ def test_umt5_equals_transformers() -> None:
 
 def test_prompts_are_cleaned_and_bounded() -> None:
     assert clean_prompt("  a&amp;b\n\tc ") == "a&b c"
-    for text, message in (("", "empty"), (" \n", "empty"), ("x" * (MAX_CHARACTERS + 1), "at most")):
+    bad = {"": "empty", " \n": "empty", "&nbsp; &#32;": "empty", "a \ud800 b": "half a character",
+           "x" * (MAX_CHARACTERS + 1): "at most"}  # fmt: skip
+    for text, message in bad.items():
         with pytest.raises(UserError, match=message):
             clean_prompt(text)
     assert len(clean_prompt("x" * MAX_CHARACTERS)) == MAX_CHARACTERS

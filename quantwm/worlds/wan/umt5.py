@@ -201,6 +201,8 @@ def clean_prompt(text: str) -> str:
         raise UserError(
             f"a prompt has at most {MAX_CHARACTERS:,} characters, got {len(text):,}: shorten it"
         )
+    if not text.isprintable() and any(0xD800 <= ord(letter) < 0xE000 for letter in text):
+        raise UserError("the prompt holds half a character (a lone surrogate); type it again")
     cleaned = re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
     if not cleaned:
         raise UserError("the prompt is empty: describe what should be seen")
