@@ -160,9 +160,7 @@ def wait_for_files(folder: Path, count: int, seconds: float, patience: float = 4
         if found and time.monotonic() - last > patience:
             return
         if time.monotonic() > end:
-            raise UserError(
-                f"{folder} has {now} of {count} episodes after {seconds:.0f} s; leave out --no-record"
-            )
+            raise UserError(f"{folder} has {now} of {count} episodes; leave out --no-record")
         time.sleep(0.2)
 
 
