@@ -10,7 +10,6 @@ from quantwm.report.document import (
     Section,
     Table,
     Verdict,
-    Word,
     both,
     cell,
     compared,
