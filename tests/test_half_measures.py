@@ -13,7 +13,7 @@ from qtc_helpers import ROPE, SPEC, Lane, Source, randn
 from torch import Tensor
 
 from kernels.format import Side
-from quantwm.cache import CachePolicy, KVCache, dispatch, make_format, reference
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, dispatch, make_format, reference
 from quantwm.cache.formats import split_method
 from quantwm.cache.formats.correction import (
     Correction,
@@ -65,8 +65,11 @@ def test_places_of_kept_tokens_go_with_them() -> None:
     assert kept.places() and not turns.places()
 
 
-def test_the_query_moment_is_of_un_rotated_queries_at_all_offsets() -> None:
+def test_the_query_moment_is_of_un_rotated_queries_at_all_offsets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As sampled: each query un-rotated, then turned by many offsets in time and space."""
+    monkeypatch.setattr(dispatch, "_notes", {})
     count, first = 24, 240
     q = Source(SPEC, seed=3).chunk(40, 4)[0]
     places = TokenPositions(first, count)
@@ -84,6 +87,7 @@ def test_the_query_moment_is_of_un_rotated_queries_at_all_offsets() -> None:
     torch.testing.assert_close(found, wanted / offsets, atol=2e-3, rtol=1e-3)
     assert query_moment(q, None, places, None).equal(moment(q))
     assert query_moment(q[:, :5], ROPE, places, None) is None
+    assert "un-rotated keys learn nothing from queries" in dispatch.explain("cpu")
 
 
 def _turned(x: Tensor, layout: RopeLayout, steps: tuple[int, int, int]) -> Tensor:
@@ -277,3 +281,26 @@ def test_as_a_method_it_is_planned_to_the_byte(method: str) -> None:
 def test_wrong_settings_are_refused(settings: dict[str, object], words: str) -> None:
     with pytest.raises(UserError, match=words):
         make_format("quantwm", **settings)
+
+
+def test_on_a_gpu_it_is_what_it_is_on_a_cpu(cuda: torch.device) -> None:
+    """The same chunks on both: keys decode alike but for ties of codes."""
+    spec = CacheSpec(1, 3, 128, 48, 4, rope=RopeLayout((44, 42, 42), (6, 8)))
+    fmt, source = make_format("quantwm", preset="half-measures", centroids=64), Source(spec)
+    chunks = [source.chunk(4 * number, 4) for number in range(5)]
+    found = []
+    for device in (cuda, torch.device("cpu")):
+        cache = KVCache(spec, fmt, CachePolicy(span_tokens=768), device=device)
+        for number, chunk in enumerate(chunks):
+            cache.begin_chunk(4 * number, 4)
+            cache.attend(0, *(t.to(device, torch.bfloat16) for t in chunk), clean=True)
+            cache.finalize_chunk()
+        found.append(cache.history(0)[0].float().cpu())
+        assert isinstance(_span_of(cache).turns, KeyTurns)
+    exact = torch.cat([k for _, k, _ in chunks], 1)
+    errors = [float((keys - exact).square().sum() / exact.square().sum()) for keys in found]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
+
+
+def _span_of(cache: KVCache) -> QuantWMSpan:
+    return cache._segments[0].keys[0]

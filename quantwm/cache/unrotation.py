@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from quantwm.cache.dispatch import Decode
+from quantwm.cache.dispatch import Decode, note_fallback
 from quantwm.cache.formats.qtc_metric import mean_over_offsets
 from quantwm.cache.positions import TokenPositions, rotate_, turns
 from quantwm.cache.spec import RopeLayout
@@ -113,6 +113,10 @@ def query_moment(
     if rope is None:
         return moment(q)
     if q.shape[1] != positions.count:
+        note_fallback(
+            "un-rotated keys learn nothing from queries without a token each: where they "
+            "stand is not known"
+        )
         return None
     known = KeyTurns.of(rope, positions)
     seen = moment(q if known is None else known.undone(q.float()))
