@@ -14,6 +14,46 @@ from kernels.qtc_tile import Turning, block_words, turn_tiles
 
 
 @triton.jit
+def _pair(pairs_ptr, two, third, bits, above, PLACE: tl.constexpr):
+    """The two levels of pair PLACE of every block, int32 like two.
+
+    two: digits 0 and 1 of every other pair, a byte each; third: digit 2, 4 bits each; bits: the odd
+    ones, 2 bits each, which stand at `above` in a pair's code.
+    """
+    code = (two >> (PLACE // 2 * 8)) & 255
+    code += ((third >> (4 * PLACE)) & 15) << 8
+    code += ((bits >> (2 * PLACE)) & 3) << above
+    return tl.load(pairs_ptr + code)
+
+
+@triton.jit
+def _words(
+    codes_ptr, widths_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
+    NB: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Of some blocks their widths int32 [BLOCKS], and their digits and odd bits as `_pair` wants
+    them, int32 [BLOCK_N, BLOCKS] each, digits 0 and 1 of even pairs and of odd ones."""
+    width, second, third, odd, with_second, with_third = block_words(widths_ptr, FIRST, BLOCKS, NB)
+    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + token[:, None] * (WORDS // 2)
+    block = FIRST + tl.arange(0, BLOCKS)
+    rows = valid[:, None]
+    low = tl.load(words_ptr + block[None, :], mask=rows & (width >= 2)[None, :], other=0)
+    even, odd_pairs = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
+    top = tl.zeros_like(low)
+    if with_second > FIRST:
+        held = rows & (width >= 4)[None, :]
+        high = tl.load(words_ptr + second[None, :], mask=held, other=0)
+        even |= (high & 0x0F0F0F0F) << 4
+        odd_pairs |= ((high >> 4) & 0x0F0F0F0F) << 4
+    if with_third > FIRST:
+        held = rows & (width >= 6)[None, :]
+        top = tl.load(words_ptr + third[None, :], mask=held, other=0)
+    held = rows & (width % 2 == 1)[None, :]
+    bits = tl.load(codes_ptr + token[:, None] * WORDS + odd[None, :], mask=held, other=0)
+    return width, even, odd_pairs, top, bits.to(tl.int32)
+
+
+@triton.jit
 def _levels(
     codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
     NB: tl.constexpr, WORDS: tl.constexpr, DOT_DTYPE: tl.constexpr,
@@ -22,33 +62,26 @@ def _levels(
 
     pairs: int32 [5461], the two BF16 levels of a pair of codes, lower channel in the lower half;
     codes of w bits begin at (4**w - 1) / 3. Both codes' digit 0 is 4 bits, then digit 1, digit 2,
-    the odd bits: the order in which they lie in the words. Two halves and not one matrix: put
-    together again they cost three times the moves.
+    the odd bits: the order in which they lie in the words. The eight pairs of a block are taken
+    one by one, so that a word is loaded once and not by eight threads; the joins put pair
+    4 x + 2 y + z where it belongs. Two halves and not one matrix: put together again they cost
+    three times the moves.
     """
-    width, second, third, odd, with_second, with_third = block_words(widths_ptr, FIRST, BLOCKS, NB)
-    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32))
-    block = FIRST + tl.arange(0, BLOCKS)
-    place = token[:, None] * (WORDS // 2)
-    rows = valid[:, None]
-    shift = (4 * tl.arange(0, 8))[None, None, :]
-    held = rows & (width >= 2)[None, :]
-    digit = tl.load(words_ptr + place + block[None, :], mask=held, other=0)
-    code = (digit[:, :, None] >> shift) & 15
-    if with_second > FIRST:
-        held = rows & (width >= 4)[None, :]
-        digit = tl.load(words_ptr + place + second[None, :], mask=held, other=0)
-        code |= ((digit[:, :, None] >> shift) & 15) << 4
-    if with_third > FIRST:
-        held = rows & (width >= 6)[None, :]
-        digit = tl.load(words_ptr + place + third[None, :], mask=held, other=0)
-        code |= ((digit[:, :, None] >> shift) & 15) << 8
-    # Moved up to where they stand in the pair's code; a block of 16 has at most 26 bits then.
-    held = rows & (width % 2 == 1)[None, :]
-    bits = tl.load(codes_ptr + token[:, None] * WORDS + odd[None, :], mask=held, other=0)
-    above = (width // 2 * 4)[None, :, None]
-    code |= ((bits.to(tl.int32)[:, :, None] >> (shift >> 1)) & 3) << above
-    start = (((1 << (2 * width)) - 1) // 3)[None, :, None]
-    both = tl.reshape(tl.load(pairs_ptr + start + code), (token.shape[0], 8 * BLOCKS))
+    width, even, odd, third, bits = _words(
+        codes_ptr, widths_ptr, token, valid, FIRST, BLOCKS, NB, WORDS
+    )
+    above = (width // 2 * 4)[None, :]
+    pairs = pairs_ptr + (((1 << (2 * width)) - 1) // 3)[None, :]
+    p0 = tl.join(
+        _pair(pairs, even, third, bits, above, 0), _pair(pairs, even, third, bits, above, 4)
+    )
+    p1 = tl.join(_pair(pairs, odd, third, bits, above, 1), _pair(pairs, odd, third, bits, above, 5))
+    p2 = tl.join(
+        _pair(pairs, even, third, bits, above, 2), _pair(pairs, even, third, bits, above, 6)
+    )
+    p3 = tl.join(_pair(pairs, odd, third, bits, above, 3), _pair(pairs, odd, third, bits, above, 7))
+    both = tl.join(tl.join(p0, p2), tl.join(p1, p3))
+    both = tl.reshape(both, (token.shape[0], 8 * BLOCKS))
     if tl.bfloat16 == DOT_DTYPE:
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -58,26 +91,44 @@ def _levels(
     return low, high
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["n_chunks", "mean_scales_ptr", "mean_codes_ptr"]
+)  # fmt: skip
 def rows_qtc_kernel(
-    out_ptr, out_stride_h, out_stride_part, rows_ptr, scales_ptr, NB: tl.constexpr, D: tl.constexpr
+    out_ptr, out_stride_h, out_stride_part, means_ptr, rows_ptr, scales_ptr, mean_ptr,
+    mean_codes_ptr, mean_scales_ptr,
+    n_chunks,  # runtime: only in addresses
+    NB: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Synthesis rows as the operands that `decode_qtc_kernel` reads: even rows, then odd rows; of
-    each its even channels, then its odd ones. Grid (blocks of 16 rows, heads).
+    each its even channels, then its odd ones. Means of chunks, float32, in the same order.
 
-    Made once for all blocks of tokens: in each of them it took a fifth of the instructions.
+    Grid (blocks of 16 rows and then chunks, heads). Made once for all blocks of tokens: in each of
+    them it took a third of the instructions.
     """
     head = tl.program_id(1).to(tl.int64)
-    row = 16 * tl.program_id(0) + tl.arange(0, 16)
+    owner = head * 0 if SHARED else head
     pair = tl.arange(0, D // 2)
-    at = head * NB * 16 + row
-    both = tl.load(rows_ptr + at[:, None] * (D // 2) + pair[None, :]).to(tl.int32)
-    scale = tl.load(scales_ptr + at).to(tl.float32)[:, None]
-    even = ((both << 24) >> 24).to(tl.float32) * scale
-    odd = (both >> 8).to(tl.float32) * scale
-    to = out_ptr + head * out_stride_h + (row % 2) * out_stride_part + row // 2 * D
-    tl.store(to[:, None] + pair[None, :], even.to(out_ptr.dtype.element_ty))
-    tl.store(to[:, None] + D // 2 + pair[None, :], odd.to(out_ptr.dtype.element_ty))
+    if tl.program_id(0) < NB:
+        if owner == head:
+            row = 16 * tl.program_id(0) + tl.arange(0, 16)
+            at = owner * NB * 16 + row
+            both = tl.load(rows_ptr + at[:, None] * (D // 2) + pair[None, :]).to(tl.int32)
+            scale = tl.load(scales_ptr + at).to(tl.float32)[:, None]
+            even = ((both << 24) >> 24).to(tl.float32) * scale
+            odd = (both >> 8).to(tl.float32) * scale
+            to = out_ptr + owner * out_stride_h + (row % 2) * out_stride_part + row // 2 * D
+            tl.store(to[:, None] + pair[None, :], even.to(out_ptr.dtype.element_ty))
+            tl.store(to[:, None] + D // 2 + pair[None, :], odd.to(out_ptr.dtype.element_ty))
+    else:
+        chunk = head * n_chunks + tl.program_id(0) - NB
+        both = tl.load(mean_codes_ptr + chunk * (D // 2) + pair).to(tl.int32)
+        scale = tl.load(mean_scales_ptr + chunk).to(tl.float32)
+        even = tl.load(mean_ptr + owner * D + 2 * pair).to(tl.float32)
+        odd = tl.load(mean_ptr + owner * D + 2 * pair + 1).to(tl.float32)
+        to = means_ptr + chunk * D + pair
+        tl.store(to, even + ((both << 24) >> 24).to(tl.float32) * scale)
+        tl.store(to + D // 2, odd + (both >> 8).to(tl.float32) * scale)
 
 
 @triton.jit
@@ -113,41 +164,29 @@ def _added(
 
 
 @triton.jit
-def _mean(mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk, D: tl.constexpr):
-    """Even and odd channels of a chunk's mean, float32 [D / 2]. mean_ptr: of the head's basis."""
-    pair = tl.arange(0, D // 2)
-    both = tl.load(mean_codes_ptr + chunk * (D // 2) + pair).to(tl.int32)
-    scale = tl.load(mean_scales_ptr + chunk).to(tl.float32)
-    even = tl.load(mean_ptr + 2 * pair).to(tl.float32)
-    odd = tl.load(mean_ptr + 2 * pair + 1).to(tl.float32)
-    even += ((both << 24) >> 24).to(tl.float32) * scale
-    return even, odd + (both >> 8).to(tl.float32) * scale
-
-
-@triton.jit
 def _with_means(
-    even, odd, gain, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head, rows, last,
-    n_chunks, D: tl.constexpr,
+    even, odd, gain, means_ptr, chunk_stops_ptr, rows, last, n_chunks, D: tl.constexpr
 ):  # fmt: skip
-    """Gain times even and odd, plus the mean of every token's chunk. last: the block's last token.
+    """Gain times even and odd, plus the mean of every token's chunk. means_ptr: of the head; last:
+    the block's last token.
 
-    A block of tokens mostly lies in one chunk, whose mean is then made a number once.
+    A block of tokens mostly lies in one chunk, whose mean is then all that is read.
     """
+    pair = tl.arange(0, D // 2)
+    rows, last = rows.to(tl.int32), last.to(tl.int32)  # chunk stops are no longer
     first_chunk = 0
     last_chunk = 0
     for c in range(0, n_chunks - 1):
         stop = tl.load(chunk_stops_ptr + c)
         first_chunk += (last - rows.shape[0] + 1 >= stop).to(tl.int32)
         last_chunk += (last >= stop).to(tl.int32)
-    mean_even, mean_odd = _mean(
-        mean_ptr, mean_codes_ptr, mean_scales_ptr, head * n_chunks + first_chunk, D
-    )
+    mean_even = tl.load(means_ptr + first_chunk * D + pair)
+    mean_odd = tl.load(means_ptr + first_chunk * D + D // 2 + pair)
     even = even * gain + mean_even[None, :]
     odd = odd * gain + mean_odd[None, :]
     for c in range(first_chunk + 1, last_chunk + 1):
-        next_even, next_odd = _mean(
-            mean_ptr, mean_codes_ptr, mean_scales_ptr, head * n_chunks + c, D
-        )
+        next_even = tl.load(means_ptr + c * D + pair)
+        next_odd = tl.load(means_ptr + c * D + D // 2 + pair)
         later = (rows >= tl.load(chunk_stops_ptr + c - 1))[:, None]
         even += tl.where(later, (next_even - mean_even)[None, :], 0.0)
         odd += tl.where(later, (next_odd - mean_odd)[None, :], 0.0)
@@ -157,18 +196,14 @@ def _with_means(
 
 @triton.jit
 def _finished(
-    even, odd, out_ptr, out_stride_n, offset, start, codes, mean_ptr, mean_codes_ptr,
-    mean_scales_ptr, chunk_stops_ptr, gain_table_ptr, phases_ptr, places_ptr, first_place,
-    n_chunks, head, rows, last, valid, D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr,
-    ROW: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr,
-    FAST: tl.constexpr,
+    even, odd, out_ptr, out_stride_n, offset, start, codes, means_ptr, chunk_stops_ptr,
+    gain_table_ptr, phases_ptr, places_ptr, first_place, n_chunks, rows, last, valid,
+    D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr,
+    GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Gain, mean and RoPE put to the product, and the tokens stored. codes: of the gains."""
     gain = tl.load(gain_table_ptr + codes)[:, None]
-    even, odd = _with_means(
-        even, odd, gain, mean_ptr, mean_codes_ptr, mean_scales_ptr, chunk_stops_ptr, head, rows,
-        last, n_chunks, D,
-    )  # fmt: skip
+    even, odd = _with_means(even, odd, gain, means_ptr, chunk_stops_ptr, rows, last, n_chunks, D)
     if TURN:
         sine, cosine = turn_tiles(
             phases_ptr, places_ptr, first_place, 1, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
@@ -185,14 +220,14 @@ def _finished(
     do_not_specialize=[
         "n_tokens", "offset", "start", "stop", "first_head", "n_chunks", "first_place",
         # Views that begin anywhere, and a few bytes that gain nothing from alignment.
-        "mean_scales_ptr", "chunk_stops_ptr", "mean_codes_ptr", "widths_ptr",
+        "chunk_stops_ptr", "widths_ptr",
     ]
 )  # fmt: skip
 def decode_qtc_kernel(
     out_ptr, out_stride_h, out_stride_n,
     offset, start, stop, first_head,  # runtime: only in masks and addresses
-    codes_ptr, gains_ptr, widths_ptr, rows_ptr, mean_ptr, mean_codes_ptr,
-    mean_scales_ptr, chunk_stops_ptr, pairs_ptr, gain_table_ptr, phases_ptr, places_ptr,
+    codes_ptr, gains_ptr, widths_ptr, rows_ptr, means_ptr, chunk_stops_ptr, pairs_ptr,
+    gain_table_ptr, phases_ptr, places_ptr,
     n_tokens,  # runtime: only in masks and addresses
     n_chunks,  # runtime: loop bound
     first_place,  # runtime: where the span's first token stands
@@ -203,7 +238,7 @@ def decode_qtc_kernel(
 ):  # fmt: skip
     """R_p (mean + gain * levels @ rows), rounded once. Grid (token blocks, heads).
 
-    rows_ptr: what `rows_qtc_kernel` made of the basis's.
+    rows_ptr, means_ptr: what `rows_qtc_kernel` made.
 
     Even and odd channels are two products, so that a pair of RoPE lies in one thread. Blocks of
     channels are taken four at a time and then two, the least that a tensor core takes.
@@ -214,7 +249,7 @@ def decode_qtc_kernel(
     owner = head * 0 if SHARED else head
     widths_ptr += owner * NB
     rows_ptr += owner * NB * 16 * D
-    mean_ptr += owner * D
+    means_ptr += head * n_chunks * D
     FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
     FOUR: tl.constexpr = NB // 4
     REST: tl.constexpr = 0 if NB % 4 == 0 else (4 if NB % 4 == 3 else 2)
@@ -236,10 +271,9 @@ def decode_qtc_kernel(
         )  # fmt: skip
     gain_codes = tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32)
     _finished(
-        even, odd, out_ptr, out_stride_n, offset, start, gain_codes, mean_ptr, mean_codes_ptr,
-        mean_scales_ptr, chunk_stops_ptr, gain_table_ptr, phases_ptr, places_ptr, first_place,
-        n_chunks, head, rows, first + BLOCK_N - 1, valid, D, TURN, TIME, ROW,
-        GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
+        even, odd, out_ptr, out_stride_n, offset, start, gain_codes, means_ptr, chunk_stops_ptr,
+        gain_table_ptr, phases_ptr, places_ptr, first_place, n_chunks, rows, first + BLOCK_N - 1,
+        valid, D, TURN, TIME, ROW, GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
     )  # fmt: skip
 
 
@@ -277,52 +311,61 @@ def prepare_qtc(
     checks.packed("pairs", tables[0], torch.int32, (5461,))
     turning.check(dim)
     row = qtc_tuning.DECODE[dim]
-    operands = _operand_scratch(owners * kept * dim, tuning.dot_mode(codes)[0], codes.device)
+    device, dot_type = codes.device, tuning.dot_mode(codes)[0]
+    operands = _scratch("rows", owners * kept * dim, dot_type, device)
     operands = operands[: owners * kept * dim].view(owners, 2, kept // 2, dim)
+    chunk_means = _scratch("means", heads * chunks * dim, torch.float32, device)
     fixed = (
-        codes.view(torch.int16), gains, widths, operands, mean, mean_codes.view(torch.int16),
-        mean_scales, chunk_stops, *tables, *turning.tensors(), tokens, chunks, turning.first_place,
+        codes.view(torch.int16), gains, widths, operands, chunk_means, chunk_stops, *tables,
+        *turning.tensors(), tokens, chunks, turning.first_place,
     )  # fmt: skip
     constants = turning.constants() | {
         "D": dim, "NB": kept // 16, "WORDS": size // 2, "BLOCK_N": row.block_n,
         "SHARED": owners == 1, "DOT_DTYPE": tuning.dot_mode(codes)[1],
         "num_warps": row.num_warps, "num_stages": row.num_stages,
     }  # fmt: skip
-    made = {"NB": kept // 16, "D": dim, "num_warps": 4, "num_stages": 1}
+    if row.registers:
+        constants["maxnreg"] = row.registers
+    made = {"NB": kept // 16, "D": dim, "SHARED": owners == 1, "num_warps": 4, "num_stages": 1}
+    sources = (
+        chunk_means, rows.view(torch.int16), row_scales, mean, mean_codes.view(torch.int16),
+        mean_scales, chunks,
+    )  # fmt: skip
     return QtcDecoder(
         PreparedLaunch(decode_qtc_kernel, fixed, constants),
-        PreparedLaunch(rows_qtc_kernel, (rows.view(torch.int16), row_scales), made),
-        operands, (heads, tokens, dim), row.block_n,
+        PreparedLaunch(rows_qtc_kernel, sources, made),
+        operands, (kept // 16 + chunks, heads), (heads, tokens, dim), row.block_n,
     )  # fmt: skip
 
 
 class QtcDecoder(Decoder):
-    """A decoder that first makes the rows operands, in a scratch that all spans share."""
+    """A decoder that first makes the rows operands and the means numbers, in a scratch that all
+    spans share."""
 
     def __init__(
         self, launch: PreparedLaunch, make: PreparedLaunch, operands: Tensor,
-        shape: tuple[int, int, int], rows: int,
+        grid: tuple[int, int], shape: tuple[int, int, int], rows: int,
     ) -> None:  # fmt: skip
+        """grid: of `make`."""
         super().__init__(launch, shape, operands.device, rows)
-        self._make, self._operands = make, operands
+        self._make, self._operands, self._grid = make, operands, grid
 
     def __call__(
         self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0
     ) -> None:
         """As `Decoder`. The scratch is the stream's: spans are decoded one behind the other."""
         if stop > start:
-            owners, _, half, _ = self._operands.shape
             strides = self._operands.stride(0), self._operands.stride(1)
-            self._make((half // 8, owners), self._operands, strides, ())
+            self._make(self._grid, self._operands, strides, ())
         super().__call__(out, offset, start, stop, first_head)
 
 
-_SCRATCH: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_SCRATCH: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
 
-def _operand_scratch(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Of one basis, 1 MB for 40 heads of 96 x 128: the largest that was asked for is kept."""
-    held = _SCRATCH.get((dtype, device))
+def _scratch(name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Of one span, 1 MB of rows for 40 heads of 96 x 128: the largest asked for is kept."""
+    held = _SCRATCH.get((name, dtype, device))
     if held is None or held.numel() < size:
-        held = _SCRATCH[dtype, device] = torch.empty(size, dtype=dtype, device=device)
+        held = _SCRATCH[name, dtype, device] = torch.empty(size, dtype=dtype, device=device)
     return held
