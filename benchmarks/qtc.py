@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.timing import copy_ceiling, device_named, hardware, measure
 from quantwm.cache import explain, make_format
-from quantwm.cache.formats import QueryGuide, qtc_basis, qtc_span, qtc_tokens
+from quantwm.cache.formats import QueryGuide, qtc_span, qtc_tokens
 from quantwm.cache.formats.qtc import QtcFormat
 from quantwm.cache.formats.qtc_learner import QtcLearner, SlotGuide
 from quantwm.cache.formats.qtc_span import QtcSpan
@@ -28,6 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=int, default=40)
     parser.add_argument("--frames", type=int, default=3, help="latent frames of a chunk")
     parser.add_argument("--chunks", type=int, default=4, help="chunks of the span that is decoded")
+    parser.add_argument("--layers", type=int, default=8, help="layers encoded one after the other")
     parser.add_argument("--presets", default="small,medium,large")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="also time other launch rows")
@@ -54,20 +55,29 @@ class Case:
 
         self.q, self.k, self.v = draw(), draw(), draw()
         self.positions = TokenPositions(0, self.tokens)
-        learner = self.format.learner(1, self.heads, 128, ROPE, None, 1560, self.device)
+        self.layers = options.layers
+        learner = self.format.learner(self.layers, self.heads, 128, ROPE, None, 1560, self.device)
         seen = learner.observe(0, self.k, self.v, self.q, self.positions, None)
-        self.learner: QtcLearner = learner.with_chunk({0: seen})
+        self.learner: QtcLearner = learner.with_chunk(dict.fromkeys(range(self.layers), seen))
         self.lesson = self.learner.lesson(None)
-        learned = self.learner.guide(self.lesson, self.positions).of_slot(0)
-        self.guide = QueryGuide(learned=learned)
+        self.learned = self.learner.guide(self.lesson, self.positions)
 
     @property
     def slot(self) -> SlotGuide:
-        return self.guide.learned
+        return self.learned.of_slot(0)
 
-    def encode(self, role: str) -> QtcSpan:
+    def encode(self, role: str, layer: int = 0) -> QtcSpan:
+        """With metric and projection of its run of layers at hand."""
         x = self.k if role == "keys" else self.v
-        return self.format.encode(x, None, role, self.guide)  # type: ignore[arg-type]
+        guide = QueryGuide(learned=self.learned.of_slot(layer))
+        return self.format.encode(x, None, role, guide)  # type: ignore[arg-type]
+
+    def encode_all(self) -> None:
+        """Keys and values of all layers, from nothing at hand, as a clean pass does."""
+        self.learned.forget()
+        for layer in range(self.layers):
+            for role in ("keys", "values"):
+                self.encode(role, layer)
 
     def span(self, role: str, chunks: int) -> QtcSpan:
         span = joined = self.encode(role)
@@ -174,15 +184,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def timed(case: Case, preset: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
 
-    def add(name: str, work: Callable[[], object], written: int = 0) -> None:
+    def add(name: str, work: Callable[[], object], written: int = 0, times: int = 1) -> None:
         timing = measure(work, case.device, options.repeats)
         row = {"preset": preset, "what": name, **timing.row()}
+        for key in ("median", "p20", "p80", "eager"):
+            row[key] = round(row[key] / times, 4)
         if written:
             row["gb_s"] = round(written / timing.median / 1e6, 1)
         rows.append(row)
 
-    add("encode keys", lambda: case.encode("keys"))
-    add("encode values", lambda: case.encode("values"))
+    add("encode keys and values, whole", case.encode_all, times=case.layers)
+    add("  keys, projection at hand", lambda: case.encode("keys"))
+    add("  values, projection at hand", lambda: case.encode("values"))
     for name, work in parts(case).items():
         add(name, work)
     seen = case.encode("keys"), case.encode("values")
@@ -190,12 +203,11 @@ def timed(case: Case, preset: str, options: argparse.Namespace) -> list[dict[str
         "observe (statistics, error)",
         lambda: case.learner.observe(0, case.k, case.v, case.q, case.positions, seen),
     )
-    for layers in (1, 8):
-        learner = case.learner.restored(case.learner.statistics * layers)
-        add(
-            f"new bases, {layers} layers",
-            lambda learner=learner: learner.with_chunk({}).lesson(None),
-        )
+    add(
+        f"new bases of {case.layers} layers, a layer",
+        lambda: case.learner.with_chunk({}).lesson(None),
+        times=case.layers,
+    )
     tokens = options.chunks * case.tokens
     out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
     for role in ("keys", "values"):
@@ -206,18 +218,33 @@ def timed(case: Case, preset: str, options: argparse.Namespace) -> list[dict[str
 
 
 def parts(case: Case) -> dict[str, Callable[[], object]]:
-    """What encoding keys is made of."""
-    slot = case.slot
+    """What encoding keys is made of, and what the encoder's own settings are tried on."""
     tokens = Tokens.of(case.k, ROPE, case.positions)
-    metric = slot.metric(128)
-    mean = tokens.centre()[0]
+    slot, mean = case.slot, tokens.centre()[0]
+    metric, projection = slot.metric(128), slot.projection("keys")
     return {
-        "  of which mean": tokens.centre,
-        "  of which metric": lambda: slot.metric(128),
-        "  of which projection and codes": lambda: tokens.encoded(mean, slot.keys, metric, 2),
-        "  of which projection": lambda: qtc_basis.analysis(slot.keys, metric),
-        "  second moment": lambda: tokens.second_moment(),
+        "  of which mean of keys": lambda: tokens.coded_mean(mean),
+        "  of which codes of keys": lambda: tokens.encoded(
+            mean, slot.keys, metric, 2, True, projection
+        ),
+        f"  metric, projections of {case.layers} layers": lambda: _made_ready(case),
+        "  second moment of keys": lambda: tokens.second_moment(),
+        "  codes of a first chunk, by feedback": lambda: tokens.encoded(mean, None, metric, 2),
     }
+
+
+def _made_ready(case: Case) -> None:
+    case.learned.forget()
+    case.slot.metric(128)
+
+
+DECODE_ROWS = (
+    (64, 4, 0), (64, 4, 128), (64, 8, 0), (64, 8, 80), (128, 8, 0), (128, 8, 128), (32, 4, 0),
+)  # fmt: skip
+ENCODE_ROWS = (
+    (64, 8, 0), (64, 8, 128), (64, 4, 0), (128, 8, 0), (32, 8, 0), (16, 4, 0), (64, 16, 128),
+)  # fmt: skip
+"""Tokens of a program, warps, registers of a thread (0: any)."""
 
 
 def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -230,21 +257,21 @@ def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
     kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE)
     try:
-        for block, warps in ((32, 4), (64, 4), (64, 8), (128, 4), (128, 8)):
-            qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "")
+        for block, warps, most in DECODE_ROWS:
+            qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "", most)
             for role in ("keys", "values"):
                 span = case.span(role, options.chunks)
                 work = partial(span.decode, out, 0, 0, tokens)
                 ms = measure(work, case.device, 10).median
-                rows.append({"decode": [block, warps], "role": role, "ms": round(ms, 4)})
-        metric, mean = case.slot.metric(128), torch.zeros(case.heads, 128, device=case.device)
+                rows.append({"decode": [block, warps, most], "role": role, "ms": round(ms, 4)})
         seen = Tokens.of(case.k, ROPE, case.positions)
-        for block, warps in ((16, 4), (32, 4), (32, 8), (64, 8)):
-            qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "")
-            ms = measure(
-                lambda: seen.encoded(mean, case.slot.keys, metric, 2), case.device, 10
-            ).median
-            rows.append({"encode": [block, warps], "ms": round(ms, 4)})
+        slot, mean = case.slot, torch.zeros(case.heads, 128, device=case.device)
+        metric, projection = slot.metric(128), slot.projection("keys")
+        for block, warps, most in ENCODE_ROWS:
+            qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "", most)
+            work = partial(seen.encoded, mean, slot.keys, metric, 2, True, projection)
+            ms = measure(work, case.device, 10).median
+            rows.append({"encode": [block, warps, most], "ms": round(ms, 4)})
     finally:
         qtc_tuning.DECODE.update(kept[0])
         qtc_tuning.ENCODE.update(kept[1])
