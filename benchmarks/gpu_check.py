@@ -23,6 +23,7 @@ from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.agreement_groups import agree_groups
+from benchmarks.agreement_qtc import agree_qtc
 from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
@@ -227,6 +228,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "staged": check_staged,
     "subspace": check_subspace,
     "passes": check_passes,
+    "qtc": agree_qtc,
     "bit-equal": check_two_runs_are_bit_equal,
     "host-syncs": check_one_sync_a_chunk,
     "past-2^31": check_offsets_past_2_31,
