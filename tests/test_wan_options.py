@@ -16,7 +16,7 @@ from quantwm.actions import parse_actions
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
-from quantwm.worlds import room
+from quantwm.worlds import registry, room
 from quantwm.worlds.registry import Placement, load_world, world_prompts, world_scenes, world_spec
 from quantwm.worlds.wan import entry, matrix_actions, offload, presets
 from quantwm.worlds.wan.action_module import action_windows
@@ -215,3 +215,22 @@ def test_placements_that_make_no_sense_are_refused() -> None:
             Placement(tile=tile)
     with pytest.raises(UserError, match="nothing to offload"):
         load_world("embedded", "cpu", placement=Placement("blocks"))
+
+
+def test_every_driven_world_takes_the_same_action_strings() -> None:
+    text = "w-8, right-12, w+right-4, s+left-2, a-1, d-1, up-2, down-2, none-4"
+    for name in registry.WORLDS:
+        spec = registry.world_spec(name)
+        if spec.keys:
+            parsed = parse_actions(text, spec.keys, spec.cache.frames_per_chunk)
+            assert sum(len(action.frames) for action in parsed) >= 36, name
+
+
+@pytest.mark.parametrize(
+    ("mode", "arrow", "letter"),
+    [("gta_drive", "up", "w"), ("gta_drive", "down", "s"), ("gta_drive", "left", "a"),
+     ("gta_drive", "right", "d"), ("templerun", "up", "w"), ("templerun", "down", "s")],
+)  # fmt: skip
+def test_keys_that_stand_for_others(mode: str, arrow: str, letter: str) -> None:
+    one, other = (matrix_actions.action_row(mode, frozenset({key})) for key in (arrow, letter))
+    assert one == other != matrix_actions.action_row(mode, frozenset())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,24 +23,34 @@ class Controls:
         keyboard: physical key of each keyboard value; "" stands for "no other key is held".
         mouse: whether the mode has a mouse (up, down, left and right look around).
         turn_with_a_d: the mouse follows a and d instead, as a steering wheel.
+        same: keys that do what another does, so that all worlds take the same action strings.
     """
 
     keys: dict[str, str]
     keyboard: tuple[str, ...]
     mouse: bool
     turn_with_a_d: bool = False
+    same: dict[str, str] = field(default_factory=dict)
+
+    def means(self, keys: KeySet) -> KeySet:
+        """Held keys with every key that stands for another replaced by it."""
+        return frozenset(self.same.get(key, key) for key in keys)
 
 
 CONTROLS = {
     "universal": Controls(keys=dict(KEYS), keyboard=("w", "s", "a", "d"), mouse=True),
     "gta_drive": Controls(
-        keys={"w": "drive", "s": "brake, reverse", "a": "steer left", "d": "steer right"},
+        keys={"w": "drive", "s": "brake, reverse", "a": "steer left", "d": "steer right",
+              "up": "drive", "down": "brake, reverse", "left": "steer left",
+              "right": "steer right"},
         keyboard=("w", "s"), mouse=True, turn_with_a_d=True,
+        same={"up": "w", "down": "s", "left": "a", "right": "d"},
     ),
     "templerun": Controls(
         keys={"w": "jump", "s": "slide", "left": "turn left", "right": "turn right",
-              "a": "left side", "d": "right side"},
+              "a": "left side", "d": "right side", "up": "jump", "down": "slide"},
         keyboard=("", "w", "s", "left", "right", "a", "d"), mouse=False,
+        same={"up": "w", "down": "s"},
     ),
 }  # fmt: skip
 
@@ -48,6 +58,7 @@ CONTROLS = {
 def action_row(mode: str, keys: KeySet) -> tuple[list[float], list[float]]:
     """Held keys -> keyboard values and mouse values [pitch, yaw] (empty without a mouse)."""
     controls = CONTROLS[mode]
+    keys = controls.means(keys)
     move = axes(keys)
     idle = not any(name in keys for name in controls.keyboard if name)
     keyboard = [float(name in keys if name else idle) for name in controls.keyboard]
