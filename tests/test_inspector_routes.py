@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from test_inspector_clips import LANES, fill, random_frames, write_video
 
 from app.files import SessionFiles
+from app.inspector import curves as measures
 from app.inspector import probe, routes, sources
 from app.inspector.ring import ring_shape
 from app.inspector.routes import Inspector
@@ -82,6 +83,50 @@ def test_curves_agree_with_the_library_and_are_written_as_csv(
     assert curves["diverged"] == {"b.mkv": 0}
     rows = visitor.get("curves.csv", clip=reply["clip"]).text.splitlines()
     assert len(rows) == 7 and rows[1].startswith("0,b.mkv,a.mkv,")
+
+
+def measured(visitor: Visitor, clip: str) -> dict:
+    deadline = time.monotonic() + 20
+    while not (curves := visitor.get("curves", clip=clip).json())["done"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return curves
+
+
+def test_lpips_is_a_curve_where_its_weights_are(
+    visitor: Visitor, tmp_path: Path, monkeypatch
+) -> None:
+    a, b = random_frames(4), random_frames(4, seed=1)
+    files = [write_video(tmp_path / "a.mkv", a), write_video(tmp_path / "b.mkv", b)]
+    curves = measured(visitor, visitor.upload(*files).json()["clip"])
+    assert "at least 32 pixels" in curves["note"] and "lpips" not in curves["lanes"]["b.mkv"]
+    monkeypatch.setattr(measures, "SMALLEST_LPIPS", 8)
+    monkeypatch.setattr(measures, "missing_for_lpips", lambda: "no LPIPS: /root/somewhere")
+    curves = measured(visitor, visitor.upload(*files).json()["clip"])
+    assert "lacks torchmetrics" in curves["note"] and "/root" not in curves["note"]
+    monkeypatch.setattr(measures, "missing_for_lpips", lambda: None)
+    distance = lambda x, y: float(np.abs(x.astype(int) - y).mean())  # noqa: E731
+    monkeypatch.setattr(measures, "load_lpips", lambda device: distance)
+    clip = visitor.upload(*files).json()["clip"]
+    curves = measured(visitor, clip)
+    expected = [distance(x, y) for x, y in zip(b, a, strict=True)]
+    assert curves["lanes"]["b.mkv"]["lpips"] == pytest.approx(expected, abs=1e-3)
+    assert curves["note"] == ""
+    rows = visitor.get("curves.csv", clip=clip).text.splitlines()
+    assert rows[0].endswith(",lpips") and float(rows[1].split(",")[-1]) == pytest.approx(
+        expected[0], rel=1e-4
+    )
+
+
+def test_a_model_that_breaks_costs_no_other_curve(
+    visitor: Visitor, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(measures, "SMALLEST_LPIPS", 8)
+    monkeypatch.setattr(measures, "missing_for_lpips", lambda: None)
+    monkeypatch.setattr(measures, "load_lpips", lambda device: 1 / 0)
+    path = write_video(tmp_path / "a.mkv", random_frames(3))
+    curves = measured(visitor, visitor.upload(path, path).json()["clip"])
+    assert len(curves["lanes"]["a.mkv (2)"]["psnr"]) == 3 and "No whole LPIPS" in curves["note"]
 
 
 def test_identical_frames_are_99_decibels(visitor: Visitor, tmp_path: Path) -> None:

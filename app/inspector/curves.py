@@ -114,12 +114,17 @@ class CurveJobs:
 
 
 def _measure(job: _Job) -> None:
-    try:
-        _measure_frames(job)
-        _measure_lpips(job)
-    except Exception:
-        log.exception("the curves of %s ended", job.clip.info.title)
-        job.failed = f"The curves end at frame {job.frames}: see the server's log."
+    steps = (
+        (_measure_frames, "The curves end early"),
+        (_measure_lpips, "No whole LPIPS curve"),
+    )
+    for step, lost in steps:
+        try:
+            step(job)
+        except Exception:
+            log.exception("curves of %s: %s", job.clip.info.title, lost)
+            job.failed = f"{lost}: see the server's log."
+            break
     job.finished = True
 
 
