@@ -63,7 +63,8 @@ def run_launchers(dim: int, rows: int, words: int, turned: bool) -> None:
         turning = qtc_tile.Turning(phases, (dim // 6, dim // 6), (30, 52), 0)
     x, weights = none(heads, tokens, dim).bfloat16(), none(heads, tokens)
     centre, widths = none(heads, dim), none(heads, rows // 16, dtype=torch.uint8)
-    qtc_moments.centre(x, turning, 16, 16.0)
+    for group in (1, 2, 8, 16):
+        qtc_moments.centre(x, turning, group, 16.0)
     qtc_moments.centre(x, turning, 16, 16.0, centre)
     qtc_moments.second_moment(x, turning, centre, weights)
     qtc_moments.second_moment(x, turning, None, None)
