@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.decode_corrected import corrected_rows
 from kernels.tile import e4m3_value
 
 
@@ -189,20 +190,25 @@ def affine_block(
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The same of an affine span, chunk by chunk: a chunk has a scale of its scales."""
+    """The same of an affine span, chunk by chunk: a chunk has a scale of its scales.
+
+    Steps of 64 deal a correction's product out to the threads that decode (decode_corrected.py).
+    """
     groups: tl.constexpr = D // GROUP
     block = tl.program_id(0).to(tl.int64) * BLOCK_N
     first = start + block
     last = tl.minimum(stop, first + BLOCK_N).to(tl.int64)
     directions = 0.0
     if RANK > 0:
-        offs_r = tl.arange(0, RANK_PAD)
-        directions = tl.load(
-            basis_ptr + head * D * RANK + tl.arange(0, D)[None, :] * RANK + offs_r[:, None],
-            mask=(offs_r < RANK)[:, None], other=0.0,
-        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
+        basis_ptr += head * D * RANK
         coefficients_ptr -= (head + 1) * first_corrected * RANK
         row_scales_ptr -= (head + 1) * first_corrected
+    if RANK > 0 and STEP < 64:
+        offs_r = tl.arange(0, RANK_PAD)
+        directions = tl.load(
+            basis_ptr + tl.arange(0, D)[None, :] * RANK + offs_r[:, None],
+            mask=(offs_r < RANK)[:, None], other=0.0,
+        ).to(tl.float32).to(DOT_DTYPE)  # fmt: skip
     out_ptr += out_head * out_stride_h + (offset - start) * out_stride_n
     centroids_ptr += head * K * D
     zeros_ptr += head * ((n_tokens.to(tl.int64) * groups + 3) // 4)
@@ -214,12 +220,22 @@ def affine_block(
             chunk_stop = tl.load(chunk_stops_ptr + chunk).to(tl.int64)
         ends = tl.where(chunk < n_chunks - 1, tl.minimum(chunk_stop, last), last)
         secondary = tl.load(secondary_ptr + head * n_chunks + chunk).to(tl.float32)
+        step = tl.div_rn(secondary, 255.0)
         at, begin = head * n_tokens + first, first * groups
-        affine_rows(
-            out_ptr + first * out_stride_n, out_stride_n, (ends - first).to(tl.int32),
-            codes_ptr + at * (D // 16), ids_ptr + at, centroids_ptr, scales_ptr + at * groups,
-            tl.div_rn(secondary, 255.0), zeros_ptr + begin // 4, (begin % 4).to(tl.int32),
-            (first_corrected - first).to(tl.int32), at, coefficients_ptr, row_scales_ptr,
-            directions, D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
-        )  # fmt: skip
+        if RANK > 0 and STEP == 64:
+            corrected_rows(
+                out_ptr + first * out_stride_n, out_stride_n, (ends - first).to(tl.int32),
+                codes_ptr + at * (D // 16), ids_ptr + at, centroids_ptr, scales_ptr + at * groups,
+                step, zeros_ptr + begin // 4, (begin % 4).to(tl.int32),
+                (first_corrected - first).to(tl.int32), at, coefficients_ptr, row_scales_ptr,
+                basis_ptr, D, GROUP, RANK, RANK_PAD, DOT_DTYPE,
+            )  # fmt: skip
+        else:
+            affine_rows(
+                out_ptr + first * out_stride_n, out_stride_n, (ends - first).to(tl.int32),
+                codes_ptr + at * (D // 16), ids_ptr + at, centroids_ptr, scales_ptr + at * groups,
+                step, zeros_ptr + begin // 4, (begin % 4).to(tl.int32),
+                (first_corrected - first).to(tl.int32), at, coefficients_ptr, row_scales_ptr,
+                directions, D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
+            )  # fmt: skip
         first = ends

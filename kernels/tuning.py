@@ -74,7 +74,7 @@ DECODE = {
 }
 DECODE_PSAC = {
     64: Launch(256, 32, 4, 1, COMPILED),
-    128: Launch(256, 16, 4, 1, COMPILED, 96),
+    128: Launch(256, 64, 4, 1, COMPILED, 128),
     256: Launch(128, 16, 8, 1, COMPILED),
 }
 """Here block_k are the tokens of a step: a program goes through its block_n step by step."""
