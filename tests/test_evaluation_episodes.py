@@ -29,11 +29,11 @@ def test_a_sheet_gives_its_frames_back(count, seed):
     assert np.array_equal(from_sheet(to_sheet(frames), count, (6, 4)), frames)
 
 
-def test_a_sheet_file_is_within_one_grey_level_and_is_checked(tmp_path):
+def test_a_sheet_file_is_within_two_grey_levels_and_is_checked(tmp_path):
     frames = np.random.default_rng(0).integers(0, 256, (19, 8, 12, 3), dtype=np.uint8)
     write_sheet(tmp_path / "a.webp", frames)
     read = read_sheet(tmp_path / "a.webp", 19, (12, 8))
-    assert np.abs(read.astype(int) - frames).max() == 1
+    assert np.abs(read.astype(int) - frames).max() == 2
     assert read.max() == 255 and read.min() == 0
     with pytest.raises(ValueError, match="not 33 frames"):
         read_sheet(tmp_path / "a.webp", 33, (12, 8))
@@ -51,7 +51,7 @@ def test_an_episode_comes_back_as_it_was(tmp_path, packed):
     assert (read.kind, read.context, read.length) == ("back", 4, 8)
     assert read.held(1) == {"w", "left"} and read.held(4) == frozenset()
     assert read.index.tolist() == [0, 3, 7] and read.has(3) and not read.has(4)
-    assert np.abs(read.frame(7).astype(int) - whole.frame(7)).max() <= int(packed)
+    assert np.abs(read.frame(7).astype(int) - whole.frame(7)).max() <= 2 * int(packed)
     assert np.allclose(read.poses, whole.poses, atol=0.01)
     assert read.origin == {"map_seed": 7}
     with pytest.raises(UserError, match="no frame 4"):
