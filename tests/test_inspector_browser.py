@@ -160,6 +160,52 @@ def test_pixels_zoom_and_slices_by_pointer(live) -> None:
     until(lambda: frame.get_attribute(".slices canvas", "aria-label") != before, "a new slice")
 
 
+def test_the_border_is_dragged_and_keys_move_what_is_zoomed(live) -> None:
+    page, frame = live
+    wait_frame(frame, 0)
+    frame.focus(".panes")
+    page.keyboard.press("2")
+    until(lambda: len(pictures(frame)) == 1, "one wiped picture")
+    box = frame.locator(".panes canvas").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 20, steps=3)
+    page.mouse.up()
+    assert frame.input_value('[data-in="wipe"]') in ("24", "25", "26")
+    page.keyboard.press("1")
+    for _ in range(5):
+        page.keyboard.press("+")
+    corner = pictures(frame)[0].copy()
+    for _ in range(12):
+        page.keyboard.press("Shift+ArrowRight")
+    assert frame.inner_text('[data-out="at"]').startswith("127,")
+    assert (pictures(frame)[0] != corner).any(), "the zoomed picture follows the pixel"
+    assert "BF16" in frame.inner_text('[data-out="status"]')
+
+
+def test_every_control_has_a_name_and_the_page_fits_a_phone(
+    open_page: Callable[..., object],  # noqa: F811
+    server,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    frames = random_frames(4)
+    files = [write_video(tmp_path / f"{n}.mkv", frames) for n in ("a", "b")]
+    page = open_page()
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(server.url + "inspect")
+    page.wait_for_selector('[data-do="files"]')
+    page.set_input_files('[data-in="files"]', [str(path) for path in files])
+    ready(page, "a.mkv | b.mkv")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    wanted = {"button", "checkbox", "combobox", "slider", "radio", "spinbutton", "link", "image"}
+    found = [node for node in tree if node.get("role", {}).get("value") in wanted]
+    assert len(found) > 25
+    for node in found:
+        assert node.get("name", {}).get("value", "").strip(), node
+    assert not page.is_visible('label:has(input[value="patch"])'), "no live run, no queries"
+
+
 def test_a_patch_without_a_model_is_refused_in_words(live) -> None:
     _, frame = live
     frame.click('label:has(input[value="patch"])')

@@ -121,7 +121,7 @@ export class Curves {
     for (let i = 0; i <= 4; i += 1) {
       const value = range[0] + ((range[1] - range[0]) * i) / 4, y = this.y(value);
       line(context, PAD.left, y, wide - PAD.right, y);
-      context.fillText(Math.abs(value) >= 100 ? value.toFixed(0) : value.toPrecision(3), PAD.left - 6, y + 4);
+      context.fillText(short(value), PAD.left - 6, y + 4);
     }
     context.strokeStyle = colour("--soft"); // a tick where a chunk begins
     for (const border of this.clip.info.borders) {
@@ -213,6 +213,11 @@ export class Curves {
     const share = (event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right);
     this.seek(Math.floor(share * this.clip.frames));
   }
+}
+
+function short(value) {
+  const size = Math.abs(value);
+  return size >= 100 ? value.toFixed(0) : size < 0.1 ? value.toFixed(4) : value.toPrecision(3);
 }
 
 function line(context, x0, y0, x1, y1) {
