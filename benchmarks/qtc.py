@@ -15,7 +15,8 @@ from benchmarks.timing import copy_ceiling, device_named, hardware, measure
 from quantwm.cache import explain, make_format
 from quantwm.cache.formats import QueryGuide, qtc_span, qtc_tokens
 from quantwm.cache.formats.qtc import QtcFormat
-from quantwm.cache.formats.qtc_learner import QtcLearner, SlotGuide
+from quantwm.cache.formats.qtc_learner import QtcLearner
+from quantwm.cache.formats.qtc_lesson import SlotGuide
 from quantwm.cache.formats.qtc_span import QtcSpan
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.positions import TokenPositions

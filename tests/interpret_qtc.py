@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile
 from quantwm.cache.dispatch import QtcKernels
-from quantwm.cache.formats import qtc_basis, qtc_learner, qtc_ready, qtc_span, qtc_tokens
+from quantwm.cache.formats import qtc_basis, qtc_lesson, qtc_ready, qtc_span, qtc_tokens
 from quantwm.cache.formats.base import QueryGuide
 from quantwm.cache.formats.qtc import QtcConfig, QtcFormat
-from quantwm.cache.formats.qtc_learner import LearnedGuide, Lesson, SlotGuide, slot_metric
+from quantwm.cache.formats.qtc_lesson import LearnedGuide, Lesson, SlotGuide, slot_metric
 from quantwm.cache.formats.qtc_span import QtcSpan
 from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, triangle
 from quantwm.cache.formats.qtc_tokens import Projection, Tokens
@@ -178,7 +178,7 @@ def test_means_weights_and_moments(
 def test_what_a_run_of_layers_is_encoded_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """Metric and projection of some layers together are those of each by itself."""
     monkeypatch.setattr(qtc_ready, "HEADS", 4)
-    monkeypatch.setattr(qtc_learner, "qtc_kernels", lambda *_: KERNELS)
+    monkeypatch.setattr(qtc_lesson, "qtc_kernels", lambda *_: KERNELS)
     cases = [Case(2, 8, 64, 2.0, 0.5) for _ in range(3)]
     queries = [_randn(2, 90, 64, seed=seed) for seed in range(3)]
     moments = tuple(QueryMoment(triangle(q.mT @ q), 90) for q in queries)

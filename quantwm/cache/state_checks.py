@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats.base import Role
-from quantwm.cache.formats.qtc_learner import LearnedGuide, Lesson
+from quantwm.cache.formats.qtc_lesson import LearnedGuide, Lesson
 from quantwm.cache.formats.qtc_statistics import Moments, QueryMoment, SlotStatistics
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan
 from quantwm.cache.span_checks import (

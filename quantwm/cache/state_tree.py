@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantwm.cache.chunk import BF16, Codebooks
 from quantwm.cache.codebook_life import BookFit
-from quantwm.cache.formats import kivi, qtc_basis, qtc_learner, qtc_span, qtc_statistics, rtn
+from quantwm.cache.formats import kivi, qtc_basis, qtc_lesson, qtc_span, qtc_statistics, rtn
 from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Span
 from quantwm.cache.formats.correction import Correction
@@ -38,7 +38,7 @@ SAVED: dict[str, type] = {
         Segment, SpanPlan, ChunkGuide, Codebooks, Codebook, BookFit, TokenPositions, RopeLayout,
         KeyTurns,
         Bf16Span, rtn.TokenGroups, kivi.ChannelGroups, QvgSpan, QvgProSpan, QuantWMSpan, Correction,
-        qtc_span.QtcSpan, qtc_basis.Basis, qtc_learner.Lesson, qtc_learner.LearnedGuide,
+        qtc_span.QtcSpan, qtc_basis.Basis, qtc_lesson.Lesson, qtc_lesson.LearnedGuide,
         qtc_statistics.SlotStatistics, qtc_statistics.Moments, qtc_statistics.QueryMoment,
     )
 }  # fmt: skip

@@ -24,9 +24,9 @@ from quantwm.cache.formats.qtc_learner import (
     Coding,
     OutputMetric,
     QtcLearner,
-    SlotGuide,
     weighed_by,
 )
+from quantwm.cache.formats.qtc_lesson import SlotGuide
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
 from quantwm.cache.formats.qtc_planes import BLOCK, WORD
 from quantwm.cache.formats.qtc_span import QtcSpan, cut_all, join_all
