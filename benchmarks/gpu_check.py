@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -30,7 +31,7 @@ from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
 from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import device_named, hardware
-from kernels import fused, subspace
+from kernels import decode_spans, fused, subspace
 from kernels import rows as row_kernel
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
@@ -214,6 +215,11 @@ def check_staged(device: torch.device) -> None:
         for mine, history in zip(cache.gather(0, own, own), wanted, strict=True):
             require(torch.equal(mine[:, : history.shape[1]], history), f"{name}: staged")
             require(torch.equal(mine[:, history.shape[1] :], own), f"{name}: the chunk's own")
+        together = [t.clone() for t in cache.gather(0, own, own)]
+        with mock.patch.object(decode_spans, "WORTHWHILE", 1 << 62):
+            alone = cache.gather(0, own, own)
+        for one, other in zip(together, alone, strict=True):
+            require(torch.equal(one, other), f"{name}: spans in one launch and one by one")
 
 
 def check_passes(device: torch.device) -> None:
