@@ -169,3 +169,8 @@ LANES: Mapping[str, LaneChoice] = {
 def methods(lanes: Sequence[str]) -> list[str]:
     """The cache methods behind the page's names of lanes."""
     return [LANES[name].method if name in LANES else name for name in lanes]
+
+
+def page_name(method: str) -> str:
+    """The page's name of a cache method; a method that it has no words for is its own name."""
+    return next((choice.name for choice in LANES.values() if choice.method == method), method)

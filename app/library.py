@@ -74,7 +74,7 @@ class LibraryBackend:
     def fits_beside(self, world: str) -> bool:
         """Whether the free memory takes the world's weights and its leanest lane."""
         free = free_bytes(self._device)
-        lanes = self._offers.catalogue(world).chosen
+        lanes = methods(self._offers.catalogue(world).chosen)
         room = world_room(world, lanes, self._device)
         return free is None or room.weights + min(room.caches.values()) <= free
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from app.backend import LANES, Catalogue, LaneChoice, WorldCard
+from app.backend import LANES, Catalogue, LaneChoice, WorldCard, page_name
 from quantwm.cache import FORMATS
 from quantwm.errors import UserError
 from quantwm.lanes import CPU_MAX_TOKENS, lanes_for
@@ -90,13 +90,14 @@ class WorldOffers:
         if scene is not None and scene not in known:
             raise UserError(f"unknown scene {scene[:40]!r}; choose one of {', '.join(known)}")
         known_lanes = [*FORMATS, *(name for name in LANES if name not in FORMATS)]
-        offered = [*self._lanes, *(name for name in known_lanes if name not in self._lanes)]
+        proposed_lanes = [page_name(lane) for lane in self._lanes]
+        offered = [*proposed_lanes, *(name for name in known_lanes if name not in proposed_lanes)]
         first = known[0] if known else None
         return Catalogue(
             world=spec,
             scenes=scenes,
             lanes=[LANES.get(lane, LaneChoice(lane, lane, lane, "")) for lane in offered],
-            chosen=self._fit(name).lanes or self._lanes,
+            chosen=tuple(page_name(lane) for lane in self._fit(name).lanes or self._lanes),
             steps=self._steps
             if proposed and self._steps is not None
             else spec.default_steps[self._device.type],
@@ -134,5 +135,5 @@ class WorldOffers:
             present=presence.present,
             problem=presence.problem,
             advice=fitting.advice or self._slow(spec),
-            lanes=fitting.lanes,
+            lanes=tuple(page_name(lane) for lane in fitting.lanes),
         )

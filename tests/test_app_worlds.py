@@ -11,6 +11,7 @@ import torch
 from fake_engine import PROMPTS, FakeBackend
 
 from app import library, limits
+from app.backend import methods
 from app.downloads import Downloads
 from app.files import SessionFiles
 from app.handlers import Handlers, parse_settings
@@ -19,6 +20,7 @@ from app.sessions import SessionManager
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from quantwm.worlds.registry import Placement
+from quantwm.worlds.room import fit
 
 CPU = torch.device("cpu")
 
@@ -180,3 +182,14 @@ def test_a_public_page_fetches_nothing_for_visitors(monkeypatch) -> None:
     assert asked == []
     LibraryBackend("embedded", ["bf16"], CPU).download("lingbot_v2_1p3b", True, quiet)
     assert asked == ["lingbot_v2_1p3b"] and threading.active_count() < 50
+
+
+@pytest.mark.parametrize("world", ["embedded", "causal_forcing"])
+def test_lanes_with_settings_are_proposed_and_fit(world: str) -> None:
+    lanes = ("bf16", "bf16:floor", "quantwm:rank=4")
+    assert fit(world, lanes, CPU, 2**50).lanes == lanes
+    backend = LibraryBackend("embedded", lanes, CPU)
+    chosen = backend.catalogue().chosen
+    assert chosen == ("bf16", "bf16-floor", "quantwm:rank=4")
+    assert methods(chosen) == list(lanes) and backend.fits_beside("embedded")
+    assert set(chosen) <= {choice.name for choice in backend.catalogue().lanes}

@@ -20,7 +20,7 @@ class Room:
 
     Attributes:
         weights: that stay. passing: held for a moment (a text encoder), on the CPU where they do
-            not fit. caches: format -> peak of one lane with its window full.
+            not fit. caches: method, as it was asked for -> peak of one lane with its window full.
         least: weights that stay when the transformer's blocks are kept on the CPU and visit the
             device one after the other.
     """
@@ -62,12 +62,12 @@ def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
         return replace(found, least=found.weights) if device.type == "cpu" else found
     spec, weights = world_spec(name), world_presence(name).weight_bytes
     caches = {}
-    for lane in lanes_for(spec, lanes):
+    for method, lane in zip(lanes, lanes_for(spec, lanes), strict=True):
         policy = limit_history(
             lane.policy, spec.cache, CPU_MAX_TOKENS if device.type == "cpu" else None
         )
         kept = lane.__class__(lane.name, lane.method, lane.settings, policy)
-        caches[lane.name] = plan_lanes(spec.cache, [kept], itemsize=item).peak_bytes
+        caches[method] = plan_lanes(spec.cache, [kept], itemsize=item).peak_bytes
     return Room(weights, 0, caches, weights)
 
 

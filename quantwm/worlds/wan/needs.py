@@ -66,8 +66,8 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     weights = weights_by_part(entry, item)
     caches = (
         {
-            lane.name: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes
-            for lane in lanes_for(spec, lanes)
+            method: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes
+            for method, lane in zip(lanes, lanes_for(spec, lanes), strict=True)
         }
         if lanes
         else {}
