@@ -183,6 +183,12 @@ def test_download_fetches_what_is_missing_with_progress(
     assert shares == sorted(shares)
     assert world_presence("tiny").present
     vae.unlink()
+    full = SimpleNamespace(free=len(kept) // 2)
+    with monkeypatch.context() as small:
+        small.setattr(downloads.shutil, "disk_usage", lambda path: full)
+        with pytest.raises(UserError, match="GiB free: make room"):
+            registry.download_world("tiny", agreed=True)
+    assert asked == asked_once, "nothing was begun"
     assert main(["download", "--world", "tiny"]) == 2
     assert "add --agree" in capsys.readouterr().err and asked == asked_once
     assert main(["download", "--world", "tiny", "--agree"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,8 +52,11 @@ def _fetch(hub: object, name: str, part: Part, report: Progress) -> None:
     report(stage, 0.0)
     try:
         expected = _expected_bytes(hub, part, patterns)
+        _require_space(folder, expected)
         with _watched(folder, expected, lambda share: report(stage, share)):
             hub.snapshot_download(part.repo, allow_patterns=patterns, local_dir=folder)
+    except UserError:
+        raise
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{part.repo} could not be downloaded ({reason[:160]})") from None
@@ -66,6 +70,18 @@ def _expected_bytes(hub: object, part: Part, patterns: list[str]) -> int:
         for file in siblings
         if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in patterns)
     )
+
+
+def _require_space(folder: Path, expected: int) -> None:
+    """UserError where the disk cannot take what the folder lacks of `expected` bytes."""
+    missing = expected - _bytes_in(folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if missing > free:
+        raise UserError(
+            f"the download needs {missing / 2**30:.1f} GiB, the disk of {there} has "
+            f"{free / 2**30:.1f} GiB free: make room, or make {files.root()} a link to another disk"
+        )
 
 
 @contextmanager
