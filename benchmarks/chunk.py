@@ -26,6 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latent", help="height,width of a latent frame, e.g. 90,160 for 720p")
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
+    parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 

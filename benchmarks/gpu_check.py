@@ -22,6 +22,7 @@ import torch
 
 from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
+from benchmarks.agreement_beside import agree_beside
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.agreement_groups import agree_groups
 from benchmarks.agreement_qtc import agree_qtc
@@ -204,6 +205,12 @@ def check_subspace(device: torch.device) -> None:
         agree_rows(row_kernel, heads, tokens, stored, device)
 
 
+def check_beside(device: torch.device) -> None:
+    """Encoding on a stream of its own changes no bit."""
+    for method in ("qvg", "quantwm", "quantwm:half-measures", *BASELINES):
+        agree_beside(method, device)
+
+
 def check_staged(device: torch.device) -> None:
     """The scratch of an attention against the history decoded alone."""
     generator = torch.Generator(device).manual_seed(4)
@@ -233,6 +240,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "fused": check_fused,
     "staged": check_staged,
     "subspace": check_subspace,
+    "beside": check_beside,
     "passes": check_passes,
     "qtc": agree_qtc,
     "bit-equal": check_two_runs_are_bit_equal,

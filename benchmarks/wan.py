@@ -7,6 +7,7 @@ import gc
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from benchmarks.stopwatch import Target, split_time
 from benchmarks.timing import device_named, hardware
 from quantwm.cache import FORMATS, KVCache
 from quantwm.cache import attention as cache_attention
+from quantwm.cache.beside import in_turn
 from quantwm.cache.reading import Reading
 from quantwm.engine import Engine
 from quantwm.engine_types import BlockResult
@@ -38,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="video frames to fill")
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
+    parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -57,7 +60,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     groups = [names] if options.together else [[name] for name in names]
     rows = []
     for group in groups:
-        rows.append(_row(walked, group, options))
+        with in_turn() if options.in_turn else nullcontext():
+            rows.append(_row(walked, group, options))
         # A run that is cut short has said what it knows.
         print("\n".join(_lines(rows[-1])), file=sys.stderr, flush=True)
     return {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.beside import Staging, adjacent
 from quantwm.cache.codebook import Codebook
 from quantwm.cache.codebook_life import outliving
 from quantwm.cache.dispatch import kernels_in
@@ -24,8 +25,8 @@ BookPair = tuple[Codebook | None, Codebook | None]
 BF16 = Bf16Format()
 
 FITTED_TOGETHER = 32 << 20
-"""Bytes of keys and values that are copied beside each other for it: 12 heads of 4,680 tokens are
-29 MB. Larger ones keep a GPU busy alone."""
+"""Bytes of keys and values that are copied behind each other for it, where they are not so
+already: 12 heads of 4,680 tokens are 29 MB. Larger ones keep a GPU busy alone."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class OpenChunk:
         generator_state: of k-means before the chunk, for abort_chunk.
         guide: how it is encoded; made from past queries when the first layer is written.
         writes: by slot.
+        staging: where layers lie while they are encoded beside the model; None where they are not.
         extremes: (name, least, largest) of every CUDA write, on the device, read at the end.
     """
 
@@ -101,11 +103,17 @@ class OpenChunk:
     generator_state: Tensor
     guide: ChunkGuide | None = None
     writes: dict[int, PendingWrite] = field(default_factory=dict)
+    staging: Staging | None = None
     extremes: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def stop_frame(self) -> int:
         return self.first_frame + self.frames
+
+    def join(self) -> None:
+        """The model's stream waits for what is encoded beside it."""
+        if self.staging is not None:
+            self.staging.join()
 
     def positions(self, tokens_per_frame: int) -> TokenPositions:
         return TokenPositions(self.first_frame * tokens_per_frame, self.tokens)
@@ -146,8 +154,9 @@ def encode_pair(
             last is not None and refits is not None and 2 * slot + role not in refits
             for role, last in enumerate(pair)
         ]
-        if not any(kept) and _fitted_together(fmt, k, pair):
-            pair = fmt.fit(torch.cat((k, v)), generator, pair[0].joined(pair[1])).halves()
+        both = None if any(kept) else _fitted_together(fmt, k, v, pair)
+        if both is not None:
+            pair = fmt.fit(both, generator, pair[0].joined(pair[1])).halves()
         else:
             pair = tuple(
                 last if keep else fmt.fit(x, generator, last)
@@ -158,14 +167,19 @@ def encode_pair(
     return (keys, values), pair
 
 
-def _fitted_together(fmt: Format[Any], k: Tensor, pair: BookPair) -> bool:
-    """Whether the codebooks of keys and values are fitted as those of twice the heads, bit for bit
-    the same: k-means of a small layer is bound by its launches.
+def _fitted_together(fmt: Format[Any], k: Tensor, v: Tensor, pair: BookPair) -> Tensor | None:
+    """Keys and values as tokens of twice the heads, whose codebooks are the same bit for bit, in
+    half the launches; None where they are fitted one after the other.
 
-    Only from warm ones, for which nothing is drawn; not where one may outlive the other.
+    Only from warm codebooks, for which nothing is drawn; not where one may outlive the other.
     """
-    small = 2 * k.nbytes <= FITTED_TOGETHER and kernels_in("kmeans", k.device) is not None
-    return small and outliving(fmt) is None and all(isinstance(b, Codebook) for b in pair)
+    warm = all(isinstance(book, Codebook) for book in pair)
+    if not warm or outliving(fmt) is not None or kernels_in("kmeans", k.device) is None:
+        return None
+    both = adjacent(k, v)
+    if both is None and 2 * k.nbytes <= FITTED_TOGETHER:
+        both = torch.cat((k, v))
+    return both
 
 
 def residual_power(

@@ -61,6 +61,7 @@ class Held:
             for name, companion in spec.companions
         }
         self._generator = torch.Generator()
+        self._open: OpenChunk | None = None
         if wants_unrotated(fmt) and spec.rope is None:
             note_fallback(
                 f"{fmt.name} keeps keys as they come: this world does not say how positions are in "
@@ -139,7 +140,9 @@ class Held:
         """Empty, as newly made; an open chunk is forgotten. The same input gives the same bytes."""
         for companion in self._companions.values():
             companion.reset()
-        self._open: OpenChunk | None = None
+        if self._open is not None:
+            self._open.join()
+        self._open = None
         self._segments: list[Segment] = []
         self._books, self._fit = Codebooks(), BookFit()
         self._span = SpanPlan(number=-1, tokens=0)
@@ -172,6 +175,7 @@ class Held:
     def abort_chunk(self) -> None:
         """Forget the open chunk, if there is one: the cache is as it was before begin_chunk."""
         if self._open is not None:
+            self._open.join()
             self._generator.set_state(self._open.generator_state)
             self._open = None
         for companion in self._companions.values():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantwm.cache import checks
 from quantwm.cache.attention import ScoreBias, attend
+from quantwm.cache.beside import Staging, streams_for
 from quantwm.cache.chunk import Encoder, LayerWrite, OpenChunk
 from quantwm.cache.commit import Built, build, finish_all
 from quantwm.cache.growth import Past, guide_for
@@ -193,6 +194,7 @@ class KVCache(Held, Savable):
         write = chunk.writes.get(checks.slot_of(self.spec, layer, stream))
         if write is None or write.rest is None or self.policy.recent_chunks:
             return None
+        chunk.join()
         keys, tokens = write.rest[0], chunk.tokens - chunk.sink_tokens
         shape = (self.spec.heads, tokens, self.spec.head_dim)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -205,6 +207,7 @@ class KVCache(Held, Savable):
         """Check the open chunk and build what is to be."""
         chunk = self._require_open("finalize_chunk")
         checks.check_complete(self.spec, chunk)
+        chunk.join()
         keep = checks.mask_on_host(chunk.tokens, keep_mask)
         known = self._statistics, self.spec, self.fmt, self.policy
         return build(chunk, self._past(), self._guide(chunk), *known, self._generator, keep)
@@ -240,10 +243,27 @@ class KVCache(Held, Savable):
         chunk = self._require_open("a clean pass")
         state = self._generator.get_state()
         try:
-            self._encode(chunk, write)
+            staging = self._staging(chunk, write)
+            if staging is None:
+                self._encode(chunk, write)
+            else:
+                q = write.q if self.fmt.uses_queries else None
+                with staging.staged(write.k, write.v, q) as (k, v, q):
+                    self._encode(chunk, replace(write, k=k, v=v, q=q))
         except BaseException:
             self._generator.set_state(state)
             raise
+
+    def _staging(self, chunk: OpenChunk, write: LayerWrite) -> Staging | None:
+        """Where the write is encoded from, beside the model; None for doing it in its turn.
+
+        A format that learns has a worker of its own, and BF16 is a copy already.
+        """
+        if not self.fmt.compresses or self._learner is not None or write.k.device != self.device:
+            return None
+        if chunk.staging is None and (streams := streams_for(self.device)) is not None:
+            chunk.staging = Staging(streams)
+        return chunk.staging
 
     def _encode(self, chunk: OpenChunk, write: LayerWrite) -> None:
         slot = checks.slot_of(self.spec, write.layer, write.stream)

@@ -34,9 +34,9 @@ class MethodPlan:
         pending_bytes: while a chunk is committed: its packed form and query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
         transient_bytes: of one layer's clean pass, until its share of the chunk is packed: the
-            attention's output, and queries in FP32 where their moment is wanted and they are not
-            BF16 (which a GPU multiplies as they are). What kernels take beside is small and not in
-            it.
+            attention's output, in BF16 the copies that are encoded beside the model, and queries
+            in FP32 where their moment is wanted of such. What kernels take beside is small and not
+            in it.
         peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
             when the clean passes are done, but what they packed is held by then.
     """
@@ -199,10 +199,14 @@ def _rebuilding_bytes(
 
 
 def _transient_bytes(fmt: Format[Any], load: Workload) -> int:
-    numbers = load.heads * load.current_tokens * load.head_dim
-    widened = load.scratch_itemsize > 2 or wants_unrotated(fmt)
-    queries = 4 if isinstance(fmt, Learns) or (fmt.uses_queries and widened) else 0
-    return numbers * (load.scratch_itemsize + queries)
+    each = load.scratch_itemsize
+    if isinstance(fmt, Learns):
+        each += 4
+    elif fmt.compresses and load.scratch_itemsize == 2:
+        each += 6 if fmt.uses_queries else 4
+    if fmt.uses_queries and (load.scratch_itemsize > 2 or wants_unrotated(fmt)):
+        each += 4
+    return load.heads * load.current_tokens * load.head_dim * each
 
 
 class LaneLike(Protocol):
