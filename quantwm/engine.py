@@ -16,7 +16,7 @@ from quantwm.cache import dispatch
 from quantwm.cache.formats import Format
 from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.remedy import is_out_of_memory
-from quantwm.cache.workspace import Workspace
+from quantwm.cache.workspace import KEPT_ON_CPU, Workspace
 from quantwm.engine_checks import (
     check_memory,
     check_start,
@@ -197,7 +197,8 @@ class Engine:
     def _start_lanes(self, frames_per_chunk: int) -> tuple[StartState, dict[str, float]]:
         state = self.world.start(self.scene, self.image, self.prompt, self.seed)
         check_start(state, frames_per_chunk)
-        self._workspace = Workspace()
+        on_cpu = self.world.device.type == "cpu"
+        self._workspace = Workspace(kept_limit=KEPT_ON_CPU if on_cpu else 0)
         self._running = [self._make_lane(config) for config in self.lanes]
         milliseconds: dict[str, float] = {}
         for lane in self._running:

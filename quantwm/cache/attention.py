@@ -43,7 +43,7 @@ def attend(reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | Non
     group = reading.heads_at_once(workspace, q.dtype)
     heads = q.shape[0]
     if group == heads:
-        return attention(q, *reading.staged(workspace, q.dtype), bias)
+        return attention(q, *reading.kept(workspace, q.dtype), bias)
     out = torch.empty_like(q)
     for first in range(0, heads, group):
         some = slice(first, min(first + group, heads))

@@ -51,7 +51,8 @@ class Ledger:
         making_bytes: of what is made beside the stream and no chunk has asked for yet: what is
             there once it is made, until then the most that it can be. Not part of `total`, and of
             no equality: it alone depends on how fast the worker is.
-        scratch_bytes: of the shared scratch of one layer, transient and not part of `total`.
+        scratch_bytes: of the shared scratch of one layer, and on a CPU of the histories that are
+            kept from pass to pass of a chunk; transient and not part of `total`.
     """
 
     parts: Mapping[str, int]

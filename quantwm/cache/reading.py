@@ -95,6 +95,20 @@ class Reading:
                 return self.shape[0]
         return heads
 
+    def kept(self, workspace: Workspace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `staged`, of all heads, for who only reads them: a chunk's first pass decodes, and
+        later ones find the history as it was left, where the workspace has room to keep it."""
+        found = workspace.kept(self.slot, self.shape, dtype, self.k.device)
+        if found is None:
+            return self.staged(workspace, dtype)
+        held, keys, values = found
+        if not held.holds(self.segments, self.first):
+            held.source = None  # should decoding fail half-way
+            decode_visible(self.segments, self.slot, keys, values, self.first)
+            held.decoded(self.segments, self.first)
+        ops_for(keys.device).copy_pair(keys, values, self.past, self.k, self.v)
+        return keys, values
+
     def staged(
         self, workspace: Workspace, dtype: torch.dtype, heads: slice | None = None
     ) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +20,35 @@ of allocations logarithmic in its length."""
 SCRATCH_LIMIT = 800_000_000
 """Bytes. A window of 18 latent frames at 480p takes 0.58 GB in 40 heads and is read at once;
 150,000 tokens and a chunk of 4,680 take 0.79 GB in 10 of the 40 heads at a time."""
+
+
+KEPT_ON_CPU = 128_000_000
+"""Bytes of histories that an engine keeps from pass to pass of a chunk on a CPU, where decoding
+them again takes a third of a chunk: 8,192 tokens of the embedded world's 10 layers. A GPU decodes
+faster than it would read a second layer's scratch from memory that the cache is there to save."""
+
+
+@dataclass
+class Kept:
+    """One slot's history as a pass of a chunk left it, for the chunk's later passes.
+
+    Attributes:
+        keys, values: flat, as in `Workspace`.
+        source: the segments that it was decoded from, weakly, and the first visible frame.
+    """
+
+    keys: Tensor
+    values: Tensor
+    source: tuple[tuple[weakref.ref[Any], ...], int] | None = None
+
+    def holds(self, segments: Sequence[Any], first: int) -> bool:
+        """Whether it was decoded from just these; segments never change."""
+        if self.source is None or self.source[1] != first or len(self.source[0]) != len(segments):
+            return False
+        return all(ref() is s for ref, s in zip(self.source[0], segments, strict=True))
+
+    def decoded(self, segments: Sequence[Any], first: int) -> None:
+        self.source = tuple(weakref.ref(s) for s in segments), first
 
 
 def heads_at_once(
@@ -36,18 +70,26 @@ class Workspace:
     """
 
     def __init__(
-        self, scratch_limit: int = SCRATCH_LIMIT, mode: AttentionMode | None = None
+        self,
+        scratch_limit: int = SCRATCH_LIMIT,
+        mode: AttentionMode | None = None,
+        kept_limit: int = 0,
     ) -> None:
         """scratch_limit: bytes that an attention decodes into at a time; beyond it heads take
         turns, with the same bits. One head's tokens, and what `gather` returns, are not split.
 
         mode: "staged" decodes into the scratch, "slabs" a few thousand tokens of it at a time,
         "fused" inside the attention, without one; None for what QUANTWM_ATTENTION says.
+
+        kept_limit: bytes of histories of several layers that are kept for a chunk's later passes,
+        layers beyond it being decoded in each; counted in `tensors`.
         """
         if scratch_limit < 1:
             raise UserError(f"scratch_limit is in bytes and at least 1, got {scratch_limit}")
         self.scratch_limit = scratch_limit
         self.mode = attention_mode(mode)
+        self.kept_limit = kept_limit
+        self._kept: dict[int, Kept] = {}
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -74,6 +116,28 @@ class Workspace:
             self._values = torch.empty(wanted, dtype=dtype, device=device)
         return self._keys[:needed].view(shape), self._values[:needed].view(shape)
 
+    def kept(
+        self, slot: int, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Kept, Tensor, Tensor] | None:
+        """A slot's own buffers and views [H, N, D] of them; None where they would pass the limit.
+
+        What they hold is what `Kept.holds` says; slots of all lanes and companions are the same.
+        """
+        needed = shape[0] * shape[1] * shape[2]
+        held = self._kept.get(slot)
+        fits = held is not None and held.keys.dtype == dtype and held.keys.device == device
+        if not fits or held.keys.numel() < needed:
+            self._kept.pop(slot, None)
+            size = max(needed, int(held.keys.numel() * GROWTH) if fits else 0)
+            room = self.kept_limit - sum(2 * k.keys.nbytes for k in self._kept.values())
+            if 2 * size * dtype.itemsize > room:
+                size = needed
+            if 2 * size * dtype.itemsize > room:
+                return None
+            keys, values = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+            held = self._kept[slot] = Kept(keys, values)
+        return held, held.keys[:needed].view(shape), held.values[:needed].view(shape)
+
     def heads_at_once(self, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
         """Of keys and values [H, N, D]: how many heads one pass of an attention may decode."""
         heads, tokens, head_dim = shape
@@ -90,7 +154,8 @@ class Workspace:
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(t for t in (self._keys, self._values) if t is not None)
+        kept = (t for held in self._kept.values() for t in (held.keys, held.values))
+        return (*(t for t in (self._keys, self._values) if t is not None), *kept)
 
     @property
     def nbytes(self) -> int:
@@ -98,3 +163,4 @@ class Workspace:
 
     def release(self) -> None:
         self._keys = self._values = None
+        self._kept.clear()
