@@ -65,7 +65,7 @@ async function open(work) {
     out("empty").hidden = true;
     const info = reply.info;
     out("title").textContent = info.title + ": " + info.frames + " frames, " + info.size.join(" \u00d7 ") + ", " + info.fps + " a second";
-    out("notes").textContent = [...modeNote(info), ...info.notes].join(" ");
+    out("notes").textContent = [...modeNote(info), ...floorNote(info), ...info.notes].join(" ");
     input("frame").max = info.frames - 1;
     options(input("a"), info.lanes.map((lane, n) => [String(n), title(lane)]));
     options(input("b"), info.lanes.map((lane, n) => [String(n), title(lane)]));
@@ -84,6 +84,11 @@ async function open(work) {
     complain(error.message);
     say("");
   }
+}
+
+function floorNote(info) {
+  return info.lanes.includes("bf16-floor")
+    ? ["The noise floor is BF16 through another attention kernel: what does not stand out from it is no cache's doing."] : [];
 }
 
 function modeNote(info) {
