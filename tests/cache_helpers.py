@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -131,6 +132,8 @@ def live_bytes(cache: KVCache) -> int:
             pending.extend(found.values())
         elif isinstance(found, (list, tuple, set)):
             pending.extend(found)
+        elif isinstance(found, FunctionType):  # a reference decoder keeps its tensors there
+            pending.extend(cell.cell_contents for cell in found.__closure__ or ())
         elif hasattr(found, "__dict__") and not isinstance(found, type):
             pending.extend(vars(found).values())
     return sum(storages.values())
