@@ -197,6 +197,23 @@ def test_download_fetches_what_is_missing_with_progress(
     assert main(["download", "--world", "embedded"]) == 0
 
 
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+@pytest.mark.parametrize("client", ["httpx", "httpx2"])
+def test_no_network_is_one_line(tiny: str, client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever library the hub's client speaks HTTP with."""
+    hub = pytest.importorskip("huggingface_hub")
+    library = pytest.importorskip(client)
+    files.part_path(catalog.ENTRIES["tiny"].parts["vae"]).unlink()
+
+    class Api:
+        def model_info(self, repo: str, files_metadata: bool):
+            raise library.ConnectError("no such name\nand more")
+
+    monkeypatch.setattr(hub, "HfApi", Api)
+    with pytest.raises(UserError, match=r"could not be downloaded \(no such name\)"):
+        registry.download_world("tiny", agreed=True)
+
+
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_another_size_or_family_is_refused(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = catalog.ENTRIES["tiny"]

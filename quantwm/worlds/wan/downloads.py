@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,9 +44,6 @@ def download(entry: Entry, agreed: bool, progress: Progress | None = None) -> No
 
 
 def _fetch(hub: object, name: str, part: Part, report: Progress) -> None:
-    import httpx
-    from huggingface_hub.errors import HfHubHTTPError
-
     stage = f"Downloading the {name} from {part.repo}"
     folder = files.repo_folder(part)
     patterns = [part.path, f"{part.path}/*"]
@@ -57,9 +55,20 @@ def _fetch(hub: object, name: str, part: Part, report: Progress) -> None:
             hub.snapshot_download(part.repo, allow_patterns=patterns, local_dir=folder)
     except UserError:
         raise
-    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+    except _failures() as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{part.repo} could not be downloaded ({reason[:160]})") from None
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a transfer may fail with; each version of the hub's client speaks HTTP through another
+    library, whose errors have no common base (httpx, httpx2; those of requests are OSErrors)."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    clients = (sys.modules.get(name) for name in ("httpx", "httpx2"))
+    http = [client.HTTPError for client in clients if client is not None]
+    # The hub's own transfer, written in Rust, raises RuntimeError.
+    return HfHubHTTPError, OSError, ValueError, RuntimeError, *http
 
 
 def _expected_bytes(hub: object, part: Part, patterns: list[str]) -> int:

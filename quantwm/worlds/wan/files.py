@@ -67,8 +67,9 @@ def require(entry: Entry) -> None:
     """UserError unless everything is there."""
     found = presence(entry)
     if found.problem is not None:
+        title = entry.title.partition(":")[0]
         raise UserError(
-            f"{entry.name} cannot be loaded: {found.problem}; download it first (on the page, or "
+            f"{title} cannot be loaded: {found.problem}; download it first (on the page, or "
             f"python -m quantwm download --world {entry.name}; into {_root})"
         )
 
