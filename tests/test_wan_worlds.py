@@ -210,7 +210,7 @@ def test_no_network_is_one_line(tiny: str, client: str, monkeypatch: pytest.Monk
             raise library.ConnectError("no such name\nand more")
 
     monkeypatch.setattr(hub, "HfApi", Api)
-    with pytest.raises(UserError, match=r"could not be downloaded \(no such name\)"):
+    with pytest.raises(UserError, match=r"could not be downloaded from Skywork/.* \(no such name\)"):
         registry.download_world("tiny", agreed=True)
 
 

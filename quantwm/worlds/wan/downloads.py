@@ -57,7 +57,9 @@ def _fetch(hub: object, name: str, part: Part, report: Progress) -> None:
         raise
     except _failures() as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{part.repo} could not be downloaded ({reason[:160]})") from None
+        raise UserError(
+            f"the {name} could not be downloaded from {part.repo} ({reason[:160]})"
+        ) from None
 
 
 def _failures() -> tuple[type[Exception], ...]:
