@@ -57,6 +57,10 @@ def agree_stages(ops: Ops, case: Case, truncates: bool = False) -> None:
     left = ops.residual(case.x, ids, case.centroids)
     wanted = reference.residual(case.x.cpu(), ids.cpu(), case.centroids.cpu())
     same_bytes("residual", left.view(torch.int16), wanted.view(torch.int16))
+    again = ops.residual(left.clone(), ids, case.centroids)
+    own = left.clone()
+    require(ops.residual(own, ids, case.centroids, own) is own, "another tensor than was given")
+    require(torch.equal(own.view(torch.int16), again.view(torch.int16)), "a residual in place")
     codes, scales = ops.encode_qvg(left, ids, case.centroids, case.group_size)
     books = torch.cat([case.centroids * 0.5**stage for stage in range(STAGES)], dim=1)
     others = [(ids.long() * 7 + stage) % case.centroids.shape[1] for stage in range(STAGES)]

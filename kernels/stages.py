@@ -78,14 +78,19 @@ def decode_stages_kernel(
     store_values(out_ptr, out_stride_n, values, rows, valid, D)
 
 
-def residual(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+def residual(x: Tensor, ids: Tensor, centroids: Tensor, into: Tensor | None = None) -> Tensor:
     """What BF16 centroids [H, K, D] leave of x [H, N, D] (float32 or bfloat16), in BF16.
 
-    ids: uint8 [H, N]. ValueError on anything else.
+    ids: uint8 [H, N]; into: contiguous, where it is written, x itself if need be. ValueError on
+    anything else.
     """
     heads, tokens, dim = check_rows(x, ids, centroids, 16)
     row = tuning.ENCODE[dim]
-    out = torch.empty((heads, tokens, dim), dtype=torch.bfloat16, device=x.device)
+    out = into
+    if out is None:
+        out = torch.empty((heads, tokens, dim), dtype=torch.bfloat16, device=x.device)
+    checks.packed("into", out, torch.bfloat16, (heads, tokens, dim))
+    checks.together(x, out)
     args = (x, x.stride(0), x.stride(1), ids, centroids, out, tokens, centroids.shape[1])
     constants = {
         "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,

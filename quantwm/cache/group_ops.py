@@ -45,8 +45,13 @@ class GroupOps(Protocol):
         zeros float16 [H, C, D], and int32 [C], where each of the C groups ends."""
         ...
 
-    def residual(self, x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
-        """x less its centroids, bfloat16 [H, N, D]: what a stage leaves to the next one."""
+    def residual(
+        self, x: Tensor, ids: Tensor, centroids: Tensor, into: Tensor | None = None
+    ) -> Tensor:
+        """x less its centroids, bfloat16 [H, N, D]: what a stage leaves to the next one.
+
+        into: contiguous and of that type, where it is written; x itself if need be.
+        """
         ...
 
     def prepare_token_groups(
@@ -95,10 +100,12 @@ class TritonGroupOps:
         ops = self._groups if covered else reference_groups
         return ops.encode_channel_groups(x, group_size, bits)
 
-    def residual(self, x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+    def residual(
+        self, x: Tensor, ids: Tensor, centroids: Tensor, into: Tensor | None = None
+    ) -> Tensor:
         covered = self._covered(_uncovered(x, None, centroids.shape[1]))
         ops = self._stages if covered else reference_groups
-        return ops.residual(x, ids, centroids.contiguous())
+        return ops.residual(x, ids, centroids.contiguous(), into)
 
     def prepare_token_groups(
         self, codes: Tensor, scales: Tensor, zeros: Tensor, bits: int

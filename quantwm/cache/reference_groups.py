@@ -65,8 +65,8 @@ def _in_head_groups(encode: Callable[[Tensor], Sequence[Tensor]], x: Tensor) -> 
     return list(parts[0]) if len(parts) == 1 else [torch.cat(p) for p in zip(*parts, strict=True)]
 
 
-def residual(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
-    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
+def residual(x: Tensor, ids: Tensor, centroids: Tensor, into: Tensor | None = None) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) if into is None else into
     together = max(ENCODE_ELEMENTS // x[0].numel(), 1)
     pieces = (t.split(together) for t in (out, x, ids, centroids))
     for left, some, own, means in zip(*pieces, strict=True):

@@ -98,6 +98,7 @@ class QvgProFormat:
         """k-means a stage, of the residual that the stages before leave."""
         ops, config, fitted = ops_for(x.device), self.config, []
         warm_stages = [None] * config.stages if warm is None else self._stages(warm)
+        left: Tensor | None = None  # of all stages so far, in one buffer
         for init in warm_stages:
             found = kmeans.fit(
                 x,
@@ -110,7 +111,7 @@ class QvgProFormat:
             )
             fitted.append(found.to(torch.bfloat16))
             if len(fitted) < config.stages:
-                x = ops.residual(x, ops.assign(x, fitted[-1]), fitted[-1])
+                x = left = ops.residual(x, ops.assign(x, fitted[-1]), fitted[-1], left)
         return Codebook(torch.cat(fitted, dim=1))
 
     def _stages(self, codebook: Codebook) -> list[Tensor]:
@@ -121,10 +122,11 @@ class QvgProFormat:
     ) -> QvgProSpan:
         codebook = require_codebook(codebook)
         ops, ids = ops_for(x.device), []
+        left: Tensor | None = None  # of all stages so far, in one buffer
         *stages, last = self._stages(codebook)
         for centroids in stages:
             ids.append(ops.assign(x, centroids))
-            x = ops.residual(x, ids[-1], centroids)
+            x = left = ops.residual(x, ids[-1], centroids, left)
         ids.append(ops.assign(x, last))
         codes, scales = ops.encode_qvg(x, ids[-1], last, self.config.group_size)
         return QvgProSpan(codes, torch.stack(ids, dim=-1), scales, codebook)
