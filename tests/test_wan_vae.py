@@ -136,3 +136,28 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="not the weights of a Wan VAE"):
         load_vae(tmp_path, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_random_vae_equals_diffusers(tmp_path: Path, residual: bool) -> None:
+    """Decode and encode, from the folder that diffusers writes."""
+    diffusers = pytest.importorskip("diffusers", exc_type=ImportError)
+    channels = 48 if residual else 16
+    mean, std = torch.linspace(-1, 1, channels).tolist(), torch.linspace(0.5, 2, channels).tolist()
+    more = {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2,
+            "scale_factor_spatial": 16, "decoder_base_dim": 8}  # fmt: skip
+    torch.manual_seed(3)
+    theirs = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=channels, dim_mult=[1, 2, 4, 4], num_res_blocks=1 + residual,
+        attn_scales=[], temperal_downsample=[False, True, True], latents_mean=mean,
+        latents_std=std, **(more if residual else {}),
+    ).eval().requires_grad_(False)  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    mine = load_vae(tmp_path, torch.float32, "cpu")
+    latents = torch.randn(1, channels, 3, 2, 3)
+    shift, scale = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (mean, std))
+    wanted = theirs.decode(latents * scale + shift).sample[0]
+    torch.testing.assert_close(mine.decode(latents[0], {}), wanted, atol=1e-5, rtol=1e-4)
+    video = torch.rand(1, 3, 5, 2 * mine.config.stride, mine.config.stride) * 2 - 1
+    wanted = ((theirs.encode(video).latent_dist.mode() - shift) / scale)[0]
+    torch.testing.assert_close(mine.encode(video[0]), wanted, atol=1e-5, rtol=1e-4)
