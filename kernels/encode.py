@@ -216,7 +216,7 @@ def encode_qvg(x: Tensor, ids: Tensor, centroids: Tensor, group_size: int) -> tu
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    launch(encode_ternary_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
+    launch(encode_ternary_kernel, (-(-tokens // row.block_n), heads), args, constants)
     return words.view(torch.uint8), scales.view(torch.float8_e4m3fn)
 
 
@@ -250,7 +250,7 @@ def encode_quantwm(
     zeros = torch.empty((heads, zero_bytes), dtype=torch.uint8, device=device)
     largest = torch.zeros((heads,), dtype=torch.int32, device=device)
     row = tuning.ENCODE_PSAC[dim] if rank else tuning.ENCODE[dim]
-    grid = (triton.cdiv(tokens, row.block_n), heads)
+    grid = (-(-tokens // row.block_n), heads)
     shared = (x, x.stride(0), x.stride(1), ids, centroids, largest)
     sizes = (tokens, centroids.shape[1], float(clip))
     options = {
@@ -263,7 +263,7 @@ def encode_quantwm(
         *sizes,
     )  # fmt: skip
     options |= {
-        "RANK": rank, "RANK_PAD": max(16, triton.next_power_of_2(rank)),
+        "RANK": rank, "RANK_PAD": max(16, 1 << max(rank - 1, 0).bit_length()),
         "DOT_DTYPE": tuning.dot_mode(x)[1],
     }  # fmt: skip
     launch(encode_affine_kernel, grid, args, options)

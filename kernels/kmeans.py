@@ -273,7 +273,7 @@ def _assign(
         "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    launch(assign_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
+    launch(assign_kernel, (-(-tokens // row.block_n), heads), args, constants)
     return ids
 
 
@@ -325,7 +325,7 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
         "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    grid = (splits * triton.cdiv(count, row.block_k), heads)
+    grid = (splits * -(-count // row.block_k), heads)
     launch(update_kernel, grid, args, constants)
     if splits > 1:
         row = tuning.MEANS[dim]
@@ -334,5 +334,5 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
             "num_stages": row.num_stages, "enable_fp_fusion": False,
         }  # fmt: skip
         args = (sums, counts, centroids, out, count)
-        launch(means_kernel, (triton.cdiv(count, row.block_k), heads), args, constants)
+        launch(means_kernel, (-(-count // row.block_k), heads), args, constants)
     return out

@@ -78,8 +78,8 @@ def spread_rows(mask: Tensor, rows: Tensor, scales: Tensor, tokens: int) -> tupl
     out_scales = torch.empty((heads, tokens), dtype=torch.float16, device=rows.device)
     args = (mask, rows, scales, out, out_scales, tokens, mask.shape[1])
     constants = {
-        "STORED": stored, "STORED_PAD": triton.next_power_of_2(stored), "BLOCK_N": BLOCK_N,
+        "STORED": stored, "STORED_PAD": 1 << (stored - 1).bit_length(), "BLOCK_N": BLOCK_N,
         "BLOCK_M": BLOCK_M, "num_warps": 4, "num_stages": 1,
     }  # fmt: skip
-    launch(spread_rows_kernel, (triton.cdiv(tokens, BLOCK_N), heads), args, constants)
+    launch(spread_rows_kernel, (-(-tokens // BLOCK_N), heads), args, constants)
     return out, out_scales

