@@ -36,7 +36,7 @@ from quantwm.worlds.registry import load_world
 
 METHODS = (
     "rtn:int2", "rtn:int4", "kivi:int2", "kivi:int4", "qvg", "qvg-pro", "quantwm",
-    "quantwm:rank=4,clip=0.7", "qtc:small", "qtc", "qtc:large",
+    "quantwm:balanced-embedded", "quantwm:compact-embedded", "qtc:small", "qtc", "qtc:large",
 )  # fmt: skip
 
 ABLATIONS: dict[str, tuple[str, ...]] = {
@@ -53,6 +53,8 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "clip": tuple(f"quantwm:clip={clip}" for clip in (0.6, 0.7, 0.8, 0.9, 1.0)),
 }
 """Tables 5, 9, 11 and 10 of the QuantWM paper, and the range clip, which it does not have."""
+
+BITS = "resident bits an element (ratio: 16 / bits)"
 
 ITEMS = "w-8, right-8, w-8, left-8"
 """Repeated for as long as the run is: walks and turns, so that views return."""
@@ -218,8 +220,7 @@ def _plot(result: dict[str, Any]) -> str:
         ("psnr", "PSNR to BF16, taught, dB", False),
     ]
     drawn = [
-        Panel(name, "resident bits an element", name, _series(result["rows"], key, log), log)
-        for key, name, log in panels
+        Panel(name, BITS, name, _series(result["rows"], key, log), log) for key, name, log in panels
     ]
     device = result["hardware"]["device"]
     return to_svg(

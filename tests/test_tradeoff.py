@@ -38,7 +38,7 @@ def test_all_methods_and_spans_are_plotted(
     assert result["tokens"] == 12 * (2 + 4) and result["layers"] == [1]
     svg = ElementTree.parse(tmp_path / "tradeoff.svg").getroot()
     texts = [node.text for node in svg.iter() if node.text]
-    assert set(tradeoff.METHODS) <= set(texts) and "resident bits an element" in texts
+    assert set(tradeoff.METHODS) <= set(texts) and tradeoff.BITS in texts
     assert "PSNR to BF16, taught, dB" not in texts  # not asked for
     marks = sum(node.tag.endswith(("circle", "polygon")) for node in svg.iter())
     assert marks == 3 * len(found) + len(tradeoff.METHODS)
