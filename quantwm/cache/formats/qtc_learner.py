@@ -31,9 +31,9 @@ from quantwm.cache.spec import RopeLayout
 OutputMetric = Callable[[int], Tensor]
 """Slot -> W^T W of the rows of the output weights that each head's values meet, [H, D, D]."""
 GROWTH = 1.5
-MEASURED = 256
-"""Tokens of a chunk, evenly spread, on which the error is measured: 4 % of its standard deviation
-is left to chance in one head, and it is asked about all heads of all layers together."""
+MEASURED = 64
+"""Tokens of a chunk, evenly spread, on which the error is measured: it is asked about all heads of
+all layers together, so one chunk of 3 heads and 10 layers leaves 3 % of a deviation to chance."""
 ASKED = 64
 """Queries of a chunk that say which of its tokens matter."""
 MOST_MASS = 8.0
