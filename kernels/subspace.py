@@ -1,8 +1,9 @@
 """Leading eigenvectors of many symmetric matrices in one launch: orthogonal iteration in registers.
 
 One program a matrix (a head of a layer): it streams the matrix from the L2 cache for every product
-and keeps the block of directions to itself. Floor: 24 heads x 30 layers x 65,536 bytes once, 12 us;
-the products are what it takes, 17 of 128 x 128 x 16 a matrix and start.
+and keeps the block of directions to itself. Floor, 12 heads x 30 layers of 128 x 128 on an H200:
+24 MB read once, 6 us. Steps that wait for each other are what it takes: 9 products from a warm
+start, 17 from a cold one, 16 columns made orthonormal after every second, 45 rounds of rotations.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ BookPair = tuple[Codebook | None, Codebook | None]
 BF16 = Bf16Format()
 
 FITTED_TOGETHER = 32 << 20
-"""Bytes of keys and values that are copied behind each other for it, where they are not so
-already: 12 heads of 4,680 tokens are 29 MB. Larger ones keep a GPU busy alone."""
+"""Bytes of keys and values up to which it is done: 12 heads of 4,680 tokens are 29 MB. Larger ones
+keep a GPU busy alone, and would take twice what k-means takes beside them."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,10 @@ class OpenChunk:
         return self.first_frame + self.frames
 
     def join(self) -> None:
-        """The model's stream waits for what is encoded beside it."""
+        """The model's stream waits for what was encoded beside it."""
         if self.staging is not None:
             self.staging.join()
+            self.staging = None
 
     def positions(self, tokens_per_frame: int) -> TokenPositions:
         return TokenPositions(self.first_frame * tokens_per_frame, self.tokens)
@@ -174,12 +175,11 @@ def _fitted_together(fmt: Format[Any], k: Tensor, v: Tensor, pair: BookPair) -> 
     Only from warm codebooks, for which nothing is drawn; not where one may outlive the other.
     """
     warm = all(isinstance(book, Codebook) for book in pair)
-    if not warm or outliving(fmt) is not None or kernels_in("kmeans", k.device) is None:
+    small = 2 * k.nbytes <= FITTED_TOGETHER and kernels_in("kmeans", k.device) is not None
+    if not (warm and small) or outliving(fmt) is not None:
         return None
     both = adjacent(k, v)
-    if both is None and 2 * k.nbytes <= FITTED_TOGETHER:
-        both = torch.cat((k, v))
-    return both
+    return torch.cat((k, v)) if both is None else both
 
 
 def residual_power(

@@ -30,7 +30,7 @@ def visible_tokens(segments: Sequence[Segment], first: int) -> int:
 
 @lru_cache(maxsize=16)
 def _prepares(kind: type) -> bool:
-    """Whether a format is `Prepared`: asking takes 10 us, for every span of every layer and pass."""
+    """Whether a format is `Prepared`: asking takes 10 us, for every span in every pass."""
     return issubclass(kind, Prepared)
 
 
