@@ -76,9 +76,9 @@ def plain(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def counted(count: int, thing: str) -> str:
+def counted(count: int, thing: str, plural: str = "s") -> str:
     """A number of things: 1 scene, 32 scenes."""
-    return f"{count} {thing}" + ("" if count == 1 else "s")
+    return f"{count} {thing}" + ("" if count == 1 else plural)
 
 
 def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdict:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quantwm.report.document import Section, Sheet, Table, Verdict
+from quantwm.report.document import Section, Sheet, Table, Verdict, counted
 from quantwm.report.plots import to_svg
 
 MARKS = {"holds": "yes", "does not hold": "no", "undecided": "open", "not measured": "none"}
@@ -84,12 +84,22 @@ def how_line(about: Mapping[str, Any]) -> str:
         f"experiment: {counts}. Policy of every lane: {policy}. Intervals are 95% percentile "
         "bootstraps over scenes (2,000 draws, seed 0)."
     )
+    text += (
+        f" {counted(about['processes'], 'process', 'es')} on {', '.join(about['devices'])}, up to "
+        f"{counted(about['together'], 'rollout')} in one pass."
+    )
+    if about["together"] > 1:
+        text += (
+            " Rollouts in one pass have their heads side by side in one cache, each as it would be "
+            "alone but for the rounding of larger products; QTC decides for all together when a "
+            "new basis is worth its bytes."
+        )
     if about["scale"] != "full":
         text += " This is the reduced form of the report: so few scenes decide little."
     if about["rollouts_skipped"]:
         text += f" Left out, for want of time or failed: {about['rollouts_skipped']} rollouts."
     if about.get("failures"):
-        text += f" Failures: {'; '.join(about['failures'])}."
+        text += f" Failures (rollouts in one pass then ran alone): {'; '.join(about['failures'])}."
     if about["missing"]:
         text += f" Not in this version: {', '.join(about['missing'])}."
     return text
