@@ -13,7 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, Workspace, make_format
 from quantwm.cache.formats import FORMATS
-from quantwm.cache.remedy import CacheMemoryError, remedy, saying_what_fits
+from quantwm.cache.remedy import (
+    CacheMemoryError,
+    is_out_of_memory,
+    remedy,
+    saying_what_fits,
+)
 from quantwm.cache.spec import RopeLayout
 from tests.cache_helpers import SETTINGS, make_cache, qkv
 
@@ -177,6 +182,21 @@ def test_other_errors_pass_through() -> None:
         with pytest.raises(type(error)) as caught:
             Holder().call(error)
         assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)",
+    ],
+)
+def test_every_library_s_words_for_it_are_known(says: str) -> None:
+    """Beside torch.OutOfMemoryError: all of these are plain RuntimeErrors."""
+    assert is_out_of_memory(RuntimeError(says))
+    assert not is_out_of_memory(ValueError(says))
 
 
 def test_settings_of_the_tests_cover_all_formats() -> None:

@@ -32,10 +32,14 @@ class CacheMemoryError(torch.OutOfMemoryError):
         self.remedy = remedy
 
 
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "alloc_failed")
+"""In lower case, as a plain RuntimeError says it: the CPU's allocator; the CUDA driver, where
+Triton loads a kernel; cuBLAS and cuDNN, where they find no room for what they work in."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    # the CPU allocator raises a plain RuntimeError
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(s in str(error).lower() for s in OUT_OF_MEMORY)
     )
 
 
