@@ -39,39 +39,36 @@ def _encode(
     if not token_gains:
         power = power.mean(1, keepdim=True).expand_as(power)
     centre = qtc_gain.gain_codes(power.sqrt())
-    best: list[Tensor] = []
+    size, gain, least = z.abs(), centre, None
     for step in (0, -1, 1):  # the middle one wins where they cost the same
         tried = torch.where(centre > 0, (centre + step).clamp(1, 255), 0)
-        codes, values = _quantize(z * qtc_gain.inverses(tried).unsqueeze(-1), width)
-        values *= qtc_gain.gains(tried).unsqueeze(-1)
-        left = ((values - z).square_() @ costs).squeeze(-1)
-        if not best:
-            best = [left, tried, codes]
-            continue
-        better = left < best[0]
-        best = [
-            torch.where(better if new.ndim == 2 else better.unsqueeze(-1), new, old)
-            for new, old in zip((left, tried, codes), best, strict=True)
-        ]
-    return best[2].to(torch.uint8), best[1].to(torch.uint8)
+        left = (_errors(size, tried, width).square_() @ costs).squeeze(-1)
+        better = torch.ones_like(tried, dtype=torch.bool) if least is None else left < least
+        gain = torch.where(better, tried, gain)
+        least = left if least is None else torch.minimum(left, least)
+    level, half = _nearest(size * qtc_gain.inverses(gain).unsqueeze(-1), width), (1 << width) >> 1
+    codes = torch.where(z > 0, half + level, half - 1 - level).clamp_(min=0)
+    return codes.to(torch.uint8), gain.to(torch.uint8)
 
 
-def _quantize(scaled: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int32 and their levels. scaled: [H, N, u], in units of the gain; width: [H, 1, u].
+def _errors(size: Tensor, gain: Tensor, width: Tensor) -> Tensor:
+    """Of magnitudes float32 [H, N, u] once coded with gain codes [H, N]; width: [H, 1, u]."""
+    level = _nearest(size * qtc_gain.inverses(gain).unsqueeze(-1), width)
+    level += (3 << width) >> 1  # where the upper half of a width's levels begins
+    levels = qtc_levels.table(size.device).index_select(0, level.flatten()).view(size.shape)
+    return levels.mul_(qtc_gain.gains(gain).unsqueeze(-1)).sub_(size)
 
-    The nearest level by one look-up instead of a search.
+
+def _nearest(size: Tensor, width: Tensor) -> Tensor:
+    """Level of every magnitude, counted from the least, int32; by one look-up and no search.
+
+    size: [H, N, u], in units of the gain; width: [H, 1, u].
     """
-    size = scaled.abs()
     cell = size.clamp(max=qtc_levels.LAST_CELL).mul_(16).int().clamp_(min=0)  # NaN is below 0
     cell += width * qtc_levels.CELLS
-    table = qtc_levels.cell_table(scaled.device).view(-1)
+    table = qtc_levels.cell_table(size.device).view(-1)
     word = table.index_select(0, cell.flatten()).view(size.shape)
-    level = (word & 31) + (size > word.view(torch.float32))
-    half = (1 << width) >> 1
-    code = torch.where(scaled > 0, half + level, half - 1 - level).clamp_(min=0)
-    places = ((1 << width) + code).flatten()
-    levels = qtc_levels.table(size.device).index_select(0, places).view(size.shape)
-    return code, levels
+    return (word & 31).add_(size > word.view(torch.float32))
 
 
 def decode_in_basis(
