@@ -1,6 +1,6 @@
 """What encoding a chunk needs of past queries and of the bases, for a run of layers at once.
 
-On a GPU only: one layer's matrices are some 40 of 128 x 128, and the seventy small operations that
+On a GPU only: one layer's matrices are some 40 of 128 x 128, and the 124 small operations that
 metric and projection take cost more in launches than in arithmetic. Layers are written in order,
 so the newest run is all that is held (52 MB at D = 128), and it is dropped when the chunk is
 committed.
