@@ -68,8 +68,9 @@ def limit_history(policy: CachePolicy, spec: CacheSpec, max_tokens: int | None) 
     frames = max_tokens // spec.tokens_per_frame
     least = policy.sink_frames + 2 * spec.frames_per_chunk  # a window counts the current chunk
     if frames < least:
+        where = ", as kept on a CPU," if max_tokens == CPU_MAX_TOKENS else ""
         raise UserError(
-            f"a history of {max_tokens:,} tokens is too short: this world needs at least "
+            f"a history of {max_tokens:,} tokens{where} is too short: this world needs at least "
             f"{least * spec.tokens_per_frame:,} ({least} latent frames)"
         )
     if policy.window_frames is not None:

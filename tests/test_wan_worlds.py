@@ -210,7 +210,7 @@ def test_no_network_is_one_line(tiny: str, client: str, monkeypatch: pytest.Monk
             raise library.ConnectError("no such name\nand more")
 
     monkeypatch.setattr(hub, "HfApi", Api)
-    with pytest.raises(UserError, match=r"could not be downloaded from Skywork/.* \(no such name\)"):
+    with pytest.raises(UserError, match=r"downloaded from Skywork/.* \(no such name\)"):
         registry.download_world("tiny", agreed=True)
 
 
@@ -262,3 +262,14 @@ def test_every_entry_is_listed_and_its_needs_are_known() -> None:
         nothing = rooms.fit(name, lanes, gpu, found.least + leanest - 1)
         assert nothing.lanes == () and "smaller world" in nothing.advice
     assert memory_frames.WAN_5B.frames == 16
+
+
+def test_prompts_are_looked_at_before_anything_is_loaded(capsys) -> None:
+    play = ["play", "--actions", "none-4", "--max-tokens", "90000", "--no-video"]
+    for world, prompt, says in (
+        ("matrix_game2_universal", "a walk", "takes no prompt"),
+        ("causal_forcing", "x" * 10_000, "at most 4,000 characters, got 10,000"),
+        ("causal_forcing", "&nbsp;", "is empty"),
+    ):
+        assert main([*play, "--world", world, "--prompt", prompt]) == 2
+        assert says in capsys.readouterr().err

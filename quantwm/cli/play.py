@@ -29,7 +29,16 @@ from quantwm.session import SessionWriter, check_folder
 from quantwm.tensor_files import TensorRecorder, default_layers
 from quantwm.totals import RunTotals, finite_or_none
 from quantwm.video import has_pyav, read_start
-from quantwm.worlds.registry import load_world, world_scenes, world_scripts, world_spec
+from quantwm.worlds.registry import (
+    OFFLOADS,
+    Placement,
+    load_world,
+    world_prompts,
+    world_scenes,
+    world_scripts,
+    world_spec,
+)
+from quantwm.worlds.wan.umt5 import clean_prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--scene", help="a start scene of the world; the first one by default")
     start.add_argument("--image", type=Path, help="a picture or video of your own to start from")
     parser.add_argument("--prompt", default="", help="for worlds that read one")
+    parser.add_argument(
+        "--offload",
+        choices=OFFLOADS,
+        help="what of a large world waits on the CPU",
+    )
     parser.add_argument("--mode", default="free", choices=MODES)
     parser.add_argument("--steps", type=integer(1, 1000), help="denoising steps a chunk")
     parser.add_argument(
@@ -91,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_lanes(lanes, arguments.mode)
     limit_history(spec.policy, spec.cache, max_tokens_for(device, arguments.max_tokens))
     _check_scene(spec.name, arguments.scene)
+    _check_prompt(spec.name, arguments.prompt)
     folder = arguments.out or Path("runs") / f"{spec.name}-{datetime.now():%Y%m%d-%H%M%S}"
     image = None
     if arguments.image is not None:
@@ -98,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     recorder = _recorder(arguments, spec.cache.layers)
     check_folder(folder)
     say(f"loading {spec.title} on {device}")
-    world = load_world(arguments.world, device)
+    placement = None if arguments.offload is None else Placement(offload=arguments.offload)
+    world = load_world(arguments.world, device, placement=placement)
     with Engine(
         world,
         lanes,
@@ -160,6 +176,15 @@ def _check_scene(world: str, scene: str | None) -> None:
     if scene is not None and scene not in known:
         listed = ", ".join(known) or "none in this world"
         raise UserError(f"unknown scene {scene[:40]!r}; there are {listed}")
+
+
+def _check_prompt(world: str, prompt: str) -> None:
+    """Before a text encoder of 11 GB is asked."""
+    if not prompt:
+        return
+    if not world_prompts(world):
+        raise UserError(f"{world} takes no prompt; leave --prompt out")
+    clean_prompt(prompt)
 
 
 def _recorder(arguments: argparse.Namespace, layers: int) -> TensorRecorder | None:
