@@ -20,6 +20,7 @@ from quantwm.cache.remedy import (
     saying_what_fits,
 )
 from quantwm.cache.spec import RopeLayout
+from quantwm.errors import UserError
 from tests.cache_helpers import SETTINGS, make_cache, qkv
 
 SPEC = CacheSpec(1, 2, 16, 3, 2, rope=RopeLayout((8, 4, 4), (1, 3)))
@@ -138,6 +139,25 @@ def test_a_prefill_that_fails_leaves_nothing_behind(name: str, tmp_path: Path) -
                 break  # tables that the counted run made are there already
         assert _bytes(trial, tmp_path) == before, at
     assert failures > 5
+
+
+@pytest.mark.parametrize("name", ["kivi", "quantwm"])
+def test_a_file_that_memory_does_not_hold_is_a_mistake_of_one_line(
+    name: str, tmp_path: Path
+) -> None:
+    base = _filled(name, POLICIES["all"], 4)
+    _bytes(base, tmp_path)
+
+    def load() -> KVCache:
+        path = tmp_path / "state.safetensors"
+        return KVCache.load(path, base.spec, base.fmt, base.policy, dtype=base.dtype)
+
+    with FailAt() as counted:
+        load()
+    # The first allocations are the new cache's own generator, the rest the file's.
+    for at in range(counted.seen // 2, counted.seen, 7):
+        with FailAt(at), pytest.raises(UserError, match="bytes of tensors and cpu has no room"):
+            load()
 
 
 def _held(policy: CachePolicy, name: str = "qvg") -> KVCache:

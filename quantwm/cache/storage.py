@@ -20,6 +20,7 @@ from quantwm.cache.chunk import Codebooks
 from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats.base import Format
 from quantwm.cache.formats.qtc_statistics import SlotStatistics
+from quantwm.cache.remedy import is_out_of_memory
 from quantwm.cache.segments import Segment, SpanPlan
 from quantwm.cache.span_checks import Wanted
 from quantwm.cache.spec import CachePolicy, CacheSpec
@@ -95,7 +96,7 @@ class Savable:
         """The cache that `save` wrote, which goes on as the saved one would have.
 
         Raises UserError when the file is broken, of another version, or of a cache with another
-        geometry, format, setting or policy.
+        geometry, format, setting or policy, and when memory does not suffice for it.
         """
         path = Path(path)
         if not path.is_file():
@@ -120,6 +121,14 @@ class Savable:
             except (ValueError, RecursionError) as broken:
                 reason = printable(broken, 160)
                 raise UserError(f"{path.name} is not a whole cache: {reason}") from broken
+            except (RuntimeError, MemoryError) as failed:
+                if not is_out_of_memory(failed):
+                    raise
+                size = sum(entry.nbytes for entry in entries)
+                raise UserError(
+                    f"{path.name} holds {size:,} bytes of tensors and {device} has no room for "
+                    "them; free memory there or load it on another device"
+                ) from failed
         return cache
 
 

@@ -7,9 +7,7 @@ centroid ids; per span and head a BF16 codebook a stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Generator, Tensor
@@ -22,10 +20,9 @@ from quantwm.cache.formats.base import (
     Role,
     check_clustering,
     check_group,
-    storage_bytes,
 )
+from quantwm.cache.formats.coded import CodedFormat, CodedSpan
 from quantwm.cache.formats.qvg import require_codebook
-from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.errors import UserError
 
@@ -54,7 +51,7 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class QvgProSpan:
+class QvgProSpan(CodedSpan):
     """N tokens of H heads.
 
     Attributes:
@@ -64,29 +61,17 @@ class QvgProSpan:
         codebook: centroids [H, S * K, D], those of stage s from s * K on; shared by the span.
     """
 
-    codes: Tensor
-    ids: Tensor
-    scales: Tensor
-    codebook: Codebook
-
-    @cached_property
-    def decode(self) -> Decode:
-        """Made at the first reading; it holds this span's own tensors and nothing beside them."""
+    def decoder(self) -> Decode:
         centroids = self.codebook.centroids
         group_size = centroids.shape[2] // self.scales.shape[2]
         span = (self.codes, self.ids, centroids, self.scales)
         return ops_for(self.codes.device).prepare_stages(*span, group_size)
 
 
-class QvgProFormat:
+class QvgProFormat(CodedFormat[QvgProSpan]):
     """x = the sum of one centroid a stage + (code - 1) * scale."""
 
     name = "qvg-pro"
-    compresses = True
-    uses_queries = False
-    full_moment = False
-    rank = 0
-    exact = False
 
     def __init__(self, config: QvgProConfig | None = None) -> None:
         self.config = config or QvgProConfig()
@@ -130,61 +115,6 @@ class QvgProFormat:
         ids.append(ops.assign(x, last))
         codes, scales = ops.encode_qvg(x, ids[-1], last, self.config.group_size)
         return QvgProSpan(codes, torch.stack(ids, dim=-1), scales, codebook)
-
-    def join(self, first: QvgProSpan, second: QvgProSpan) -> QvgProSpan:
-        return self.join_all([first], [second])[0]
-
-    def join_all(
-        self, firsts: Sequence[QvgProSpan], seconds: Sequence[QvgProSpan]
-    ) -> list[QvgProSpan]:
-        parts = (
-            join_rows([f.codes for f in firsts], [s.codes for s in seconds]),
-            join_rows([f.ids for f in firsts], [s.ids for s in seconds]),
-            join_rows([f.scales for f in firsts], [s.scales for s in seconds]),
-        )
-        return [QvgProSpan(*p, f.codebook) for f, *p in zip(firsts, *parts, strict=True)]
-
-    def cut_all(self, spans: Sequence[QvgProSpan], start: int, stop: int) -> list[QvgProSpan]:
-        parts = (
-            cut_rows([s.codes for s in spans], start, stop),
-            cut_rows([s.ids for s in spans], start, stop),
-            cut_rows([s.scales for s in spans], start, stop),
-        )
-        return [QvgProSpan(*p, s.codebook) for s, *p in zip(spans, *parts, strict=True)]
-
-    def select(self, span: QvgProSpan, keep: slice | Tensor) -> QvgProSpan:
-        if isinstance(keep, slice):
-            start, stop, _ = keep.indices(self.tokens(span))
-            return self.cut_all([span], start, stop)[0]
-        kept = (pick_rows(t, keep) for t in (span.codes, span.ids, span.scales))
-        return QvgProSpan(*kept, span.codebook)
-
-    def settle(self, spans: Sequence[QvgProSpan]) -> list[QvgProSpan]:
-        return list(spans)
-
-    def decode_into(
-        self, span: QvgProSpan, out: Tensor, offset: int, start: int, stop: int
-    ) -> None:
-        self.decode_heads_into(span, out, offset, start, stop, 0)
-
-    def decode_heads_into(
-        self, span: QvgProSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
-    ) -> None:
-        span.decode(out, offset, start, stop, first_head)
-
-    def tokens(self, span: QvgProSpan) -> int:
-        return span.ids.shape[1]
-
-    def parts(self, span: QvgProSpan) -> Mapping[str, Sequence[Tensor]]:
-        return {
-            "codes": (span.codes,),
-            "scales": (span.scales,),
-            "ids": (span.ids,),
-            "codebooks": (span.codebook.centroids,),
-        }
-
-    def nominal_bytes(self, span: QvgProSpan) -> int:
-        return sum(storage_bytes(tensors) for tensors in self.parts(span).values())
 
     def packed_bytes(
         self, tokens: int, chunks: int, heads: int, head_dim: int, role: Role
