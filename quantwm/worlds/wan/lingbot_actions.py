@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -106,25 +107,42 @@ def folded(rays: torch.Tensor) -> torch.Tensor:
     )
 
 
-def live_poses(frames: Sequence[KeySet], first_frame: int) -> torch.Tensor:
-    """Held keys -> relative pose of each latent frame [F, 4, 4].
+@dataclass(frozen=True)
+class Gaze:
+    """Where a live camera looks: radians to the right about the vertical, and upwards."""
+
+    yaw: float = 0.0
+    pitch: float = 0.0
+
+    def turned(self, yaw: float, pitch: float) -> Gaze:
+        """Pitch stops short of straight up and down, as in `key_trajectory`."""
+        return Gaze(self.yaw + yaw, min(max(self.pitch + pitch, -PITCH_LIMIT), PITCH_LIMIT))
+
+    @property
+    def rotation(self) -> np.ndarray:
+        return _around_y(self.yaw) @ _around_x(self.pitch)
+
+
+def live_poses(frames: Sequence[KeySet], first_frame: int, gaze: Gaze) -> tuple[torch.Tensor, Gaze]:
+    """Held keys -> relative pose of each latent frame [F, 4, 4], and where the camera looks then.
 
     A recorded trajectory is scaled by its largest step, which a live one cannot know: a held
-    direction is a step of length 1 here. Turning is that of the published key helper.
+    direction is a step of length 1 here. Turning, and that a walk stays level however the camera
+    is tilted, are those of the published key helper.
     """
     out = torch.eye(4).repeat(len(frames), 1, 1)
     for index, keys in enumerate(frames):
         if first_frame + index == 0:
             continue
-        move = axes(keys)
+        move, before = axes(keys), gaze.rotation
         turn = FRAME_TURN * VIDEO_FRAMES
-        rotation = _around_y(turn * move.yaw) @ _around_x(turn * move.pitch)
-        out[index, :3, :3] = torch.from_numpy(rotation)
-        step = np.array([move.right, 0.0, move.forward], dtype=np.float64)
+        gaze = gaze.turned(turn * move.yaw, turn * move.pitch)
+        out[index, :3, :3] = torch.from_numpy(before.T @ gaze.rotation)
+        step = _around_y(gaze.yaw) @ np.array([move.right, 0.0, move.forward], dtype=np.float64)
         length = np.linalg.norm(step)
         if length:
-            out[index, :3, 3] = torch.from_numpy(rotation @ step / length)
-    return out
+            out[index, :3, 3] = torch.from_numpy(before.T @ step / length)
+    return out, gaze
 
 
 def _around_y(angle: float) -> np.ndarray:

@@ -6,6 +6,7 @@ import torch
 
 from quantwm.worlds.base import ChunkAction, ChunkOutput, KeySet, LaneState
 from quantwm.worlds.wan import lingbot_actions, matrix_actions
+from quantwm.worlds.wan.lingbot_actions import Gaze
 from quantwm.worlds.wan.schedules import Step, flow_match_steps, unipc_steps
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
 from quantwm.worlds.wan.world import Session, WanWorld, extra_list, step_noise
@@ -34,6 +35,8 @@ class SelfForcingWorld(WanWorld):
         session = self._session_of(lane)
         conditions = self._conditions(lane, session, action)
         self._driver(lane, session).commit(lane.next_frame, latents, conditions)
+        if self.entry.kind == "camera":
+            lane.extra["gaze"] = self._posed(lane, action)[1]
         if self.entry.kind == "keys":
             held = [*extra_list(lane.extra, "held"), *action.frames]
             lane.extra["held"] = held[-self.model.config.action.window :]
@@ -55,7 +58,7 @@ class SelfForcingWorld(WanWorld):
             return Conditions()
         channels = self._channels(session, lane.next_frame, len(action.frames))
         if self.entry.kind == "camera":
-            return Conditions(channels, camera=self._camera(action, lane.next_frame))
+            return Conditions(channels, camera=self._camera(self._posed(lane, action)[0]))
         return self._keyed(channels, extra_list(lane.extra, "held"), action, lane.next_frame)
 
     def _channels(self, session: Session, first: int, frames: int) -> torch.Tensor:
@@ -72,9 +75,15 @@ class SelfForcingWorld(WanWorld):
         mask[:, index == 0] = 1
         return torch.cat([mask, held])
 
-    def _camera(self, action: ChunkAction, first: int) -> torch.Tensor:
+    def _posed(self, lane: LaneState, action: ChunkAction) -> tuple[torch.Tensor, Gaze]:
+        """Relative poses of the chunk, and where the lane's camera looks after it."""
+        held = lane.extra.get("gaze")
+        gaze = held if isinstance(held, Gaze) else Gaze()
+        return lingbot_actions.live_poses(action.frames, lane.next_frame, gaze)
+
+    def _camera(self, poses: torch.Tensor) -> torch.Tensor:
         width, height = self.spec.video_size
-        poses = lingbot_actions.live_poses(action.frames, first).to(self.device)
+        poses = poses.to(self.device)
         lens = lingbot_actions.scaled_intrinsics(lingbot_actions.INTRINSICS, height, width)
         rays = lingbot_actions.pluecker(poses, lens, height, width)
         return lingbot_actions.folded(rays)
