@@ -87,7 +87,10 @@ def _diagonalised(a, B: tl.constexpr, SWEEPS: tl.constexpr):
         other = tl.where(rows == B - 1, (turn * (B // 2)) % (B - 1), other)
         met = columns == other
         across = tl.sum(tl.where(rows == columns, a, 0.0), axis=0)[None, :]
-        beside = tl.sum(tl.where(met, a, 0.0), axis=1)[:, None]
+        # Of both, as products round a[i, j] and a[j, i] each its own way: of two nearly equal
+        # values only noise is beside, and two angles of it would turn the pair apart.
+        pairs = tl.where(met, a, 0.0)
+        beside = 0.5 * (tl.sum(pairs, axis=1) + tl.sum(pairs, axis=0))[:, None]
         theirs = tl.sum(tl.where(met, across, 0.0), axis=1)[:, None]
         own = tl.sum(tl.where(rows == columns, a, 0.0), axis=1)[:, None]
         # The smaller root of t^2 + 2 t gap / (2 beside) - 1 = 0, without dividing by `beside`.
