@@ -31,7 +31,7 @@ from quantwm.token_selection import QueryWatch, watched_layers
 from quantwm.video import fit, has_pyav
 from quantwm.worlds.base import World, WorldSpec
 from quantwm.worlds.registry import Placement, download_world, load_world
-from quantwm.worlds.room import world_room
+from quantwm.worlds.room import TILE, world_room
 
 
 class LibraryBackend:
@@ -63,7 +63,10 @@ class LibraryBackend:
         self._device, self._placement = device, placement or Placement()
         self._thread = OneThread()
         self._world: World | None = None
-        self._offers = WorldOffers(world, tuple(lanes), device, scene=scene, seed=seed, steps=steps)
+        self._offers = WorldOffers(
+            world, tuple(lanes), device,
+            scene=scene, seed=seed, steps=steps, tile=0 < self._placement.tile <= TILE,
+        )  # fmt: skip
 
     def worlds(self) -> Sequence[WorldCard]:
         return self._offers.cards()
@@ -76,7 +79,8 @@ class LibraryBackend:
         free = free_bytes(self._device)
         lanes = methods(self._offers.catalogue(world).chosen)
         room = world_room(world, lanes, self._device)
-        return free is None or room.weights + min(room.caches.values()) <= free
+        tile = 0 < self._placement.tile <= TILE
+        return free is None or min(room.total((lane,), tile=tile) for lane in lanes) <= free
 
     def load(self, world: str, progress: Progress) -> None:
         self._thread.run(lambda: self._load(world, progress))

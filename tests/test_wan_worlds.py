@@ -253,13 +253,21 @@ def test_every_entry_is_listed_and_its_needs_are_known() -> None:
         gpu = torch.device("cuda")
         fitting = rooms.fit(name, lanes, gpu, 2**41)
         assert (fitting.lanes, fitting.offload, fitting.advice) == (lanes, False, None)
-        leanest = min(found.caches.values())
-        some = rooms.fit(name, lanes, gpu, found.weights + leanest)
-        assert len(some.lanes) == 1 and not some.offload
+        most = found.working - found.tiled
+        assert most > 2**30, "a whole frame's decoding is what small cards lack room for"
+        leanest = min(lanes, key=lambda lane: found.total((lane,), tile=True))
+        some = rooms.fit(name, lanes, gpu, found.total((leanest,)))
+        assert len(some.lanes) == 1 and not some.offload and not some.tile
         assert f"lanes {some.lanes[0]}" in some.advice and "\n" not in some.advice
-        less = rooms.fit(name, lanes, gpu, found.least + leanest)
+        already = rooms.fit(name, lanes, gpu, found.total(lanes, tile=True), tile=True)
+        assert already.advice is None and already.lanes == lanes
+        tiled = rooms.fit(name, lanes, gpu, found.total((leanest,), tile=True))
+        assert (tiled.lanes, tiled.offload, tiled.tile) == ((leanest,), False, True)
+        assert "in tiles (--tile 32)" in tiled.advice
+        least = found.total((leanest,), offload=True, tile=True)
+        less = rooms.fit(name, lanes, gpu, least)
         assert less.offload and "--offload blocks" in less.advice
-        nothing = rooms.fit(name, lanes, gpu, found.least + leanest - 1)
+        nothing = rooms.fit(name, lanes, gpu, least - 1)
         assert nothing.lanes == () and "smaller world" in nothing.advice
     assert memory_frames.WAN_5B.frames == 16
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from quantwm.cache.plan import plan_lanes
+import torch
+
 from quantwm.cli.common import emit, say, table
-from quantwm.errors import UserError
-from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
 from quantwm.worlds.registry import (
     WORLDS,
+    world_module,
     world_presence,
     world_scenes,
     world_scripts,
     world_spec,
     world_terms,
 )
+from quantwm.worlds.room import world_room
+
+LANES = ("bf16", "qvg", "quantwm")
+"""Whose memory is listed: all three with their histories full, and what decodes their frames."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _describe(name: str) -> dict[str, Any]:
     spec, presence = world_spec(name), world_presence(name)
-    try:
-        policy = limit_history(spec.policy, spec.cache, CPU_MAX_TOKENS)
-    except UserError:
-        policy = spec.policy  # a world for GPUs: a CPU's limit is shorter than its window
-    lanes = [
-        lane.__class__(lane.name, lane.method, lane.settings, policy)
-        for lane in lanes_for(spec, ("bf16", "qvg", "quantwm"))
-    ]
-    caches = plan_lanes(spec.cache, lanes).peak_bytes
+    # Large worlds are for GPUs: a CPU's history is shorter than their window.
+    device = torch.device("cuda" if hasattr(world_module(name), "room") else "cpu")
+    needed = world_room(name, LANES, device).total(LANES)
     return {
         "world": name,
         "title": spec.title,
@@ -73,8 +71,7 @@ def _describe(name: str) -> dict[str, Any]:
         "where": presence.where,
         "problem": presence.problem,
         "weight_bytes": presence.weight_bytes,
-        # weights and three lanes with the history that a CPU keeps by default, or their window
-        "memory_bytes": presence.weight_bytes + caches,
+        "memory_bytes": needed,
         "scenes": [{"name": scene.name, "title": scene.title} for scene in world_scenes(name)],
         "scripts": [
             {"name": script.name, "title": script.title, "scene": script.scene}

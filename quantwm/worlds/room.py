@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 
@@ -13,25 +14,38 @@ from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
 from quantwm.memory import read_memory
 from quantwm.worlds.registry import world_module, world_presence, world_spec
 
+TILE = 32
+"""Latent cells a side that are advised where whole frames do not fit."""
+
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes on the device, activations left out.
+    """Bytes on the device. What a pass of the transformer takes is small beside decoding frames.
 
     Attributes:
         weights: that stay. passing: held for a moment (a text encoder), on the CPU where they do
             not fit. caches: method, as it was asked for -> peak of one lane with its window full.
         least: weights that stay when the transformer's blocks are kept on the CPU and visit the
             device one after the other.
+        held: format -> what one lane holds between chunks, one layer's scratch with it.
+        working, tiled: while frames are decoded, whole and in tiles of TILE; no chunk is committed
+            then.
     """
 
     weights: int
     passing: int
     caches: Mapping[str, int]
     least: int
+    held: Mapping[str, int] = field(default_factory=dict)
+    working: int = 0
+    tiled: int = 0
 
-    def total(self, lanes: Sequence[str], offload: bool = False) -> int:
-        return (self.least if offload else self.weights) + sum(self.caches[name] for name in lanes)
+    def total(self, lanes: Sequence[str], offload: bool = False, tile: bool = False) -> int:
+        weights = self.least if offload else self.weights
+        decoding = (self.tiled if tile else self.working) + sum(
+            self.held.get(name, 0) for name in lanes
+        )
+        return weights + max(sum(self.caches[name] for name in lanes), decoding)
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Fit:
     Attributes:
         needed: bytes of what was asked for. capacity: bytes of the device, None when unknown.
         lanes: those that fit, as asked for where all do; empty where not even one does.
-        offload: whether that takes the transformer's blocks on the CPU.
+        offload: whether that takes the transformer's blocks on the CPU. tile: frames in tiles.
         advice: one line when it does not fit as asked for.
     """
 
@@ -50,6 +64,7 @@ class Fit:
     lanes: tuple[str, ...]
     offload: bool = False
     advice: str | None = None
+    tile: bool = False
 
 
 def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
@@ -78,27 +93,43 @@ def capacity_of(device: torch.device) -> int | None:
     return read_memory(device, {}).total or None
 
 
-def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | None = None) -> Fit:
+def fit(
+    name: str,
+    lanes: Sequence[str],
+    device: torch.device,
+    capacity: int | None = None,
+    tile: bool = False,
+) -> Fit:
     """Whether lanes of a world fit on a device, and which settings would.
 
-    Tried in this order: as asked for; BF16 and QuantWM; the leanest lane alone; the same with the
-    transformer's blocks on the CPU.
+    tile: frames are decoded in tiles already. Tried in this order: as asked for; BF16 and QuantWM;
+    the leanest lane alone; the same with frames in tiles; all of it with the transformer's blocks
+    on the CPU.
     """
     title = world_spec(name).title.partition(":")[0]
     lanes = tuple(lanes)
     capacity = capacity_of(device) if capacity is None else capacity
     room = world_room(name, lanes, device)
-    needed = room.total(lanes)
+    needed = room.total(lanes, tile=tile)
     if capacity is None or needed <= capacity:
         return Fit(needed, capacity, lanes)
-    leanest = (min(lanes, key=lambda lane: room.caches[lane]),)
+    leanest = (min(lanes, key=lambda lane: room.total((lane,), tile=True)),)
     pair = tuple(lane for lane in lanes if lane in ("bf16", "quantwm"))
-    tried = [(lanes, True)] if room.least < room.weights else []
-    for some, offload in [(pair, False), (leanest, False), *tried, (pair, True), (leanest, True)]:
-        if some and room.total(some, offload) <= capacity:
-            return Fit(needed, capacity, some, offload, _advice(title, room, lanes, some, offload,
-                                                                capacity))  # fmt: skip
-    least = room.total(leanest, True)
+    ways = product((False, True), (True,) if tile else (False, True), (lanes, pair, leanest))
+    for offload, tiled, some in ways:
+        found = room.total(some, offload, tiled)
+        if some and found <= capacity:
+            changes = [] if some == lanes else [f"lanes {','.join(some)}"]
+            if offload:
+                changes.append("the transformer's blocks on the CPU (--offload blocks)")
+            if tiled and not tile:
+                changes.append(f"frames decoded in tiles (--tile {TILE})")
+            advice = (
+                f"{title} needs {_gib(needed)} with lanes {','.join(lanes)}, this device has "
+                f"{_gib(capacity)}: {_gib(found)} would do with {' and '.join(changes)}"
+            )
+            return Fit(needed, capacity, some, offload, advice, tiled)
+    least = room.total(leanest, True, True)
     return Fit(
         needed,
         capacity,
@@ -109,27 +140,14 @@ def fit(name: str, lanes: Sequence[str], device: torch.device, capacity: int | N
     )
 
 
-def _advice(
-    title: str,
-    room: Room,
-    asked: tuple[str, ...],
-    lanes: tuple[str, ...],
-    offload: bool,
-    capacity: int,
-) -> str:
-    ways = [] if lanes == asked else [f"lanes {','.join(lanes)}"]
-    if offload:
-        ways.append("the transformer's blocks on the CPU (--offload blocks)")
-    return (
-        f"{title} needs {_gib(room.total(asked))} with lanes {','.join(asked)}, this device has "
-        f"{_gib(capacity)}: {_gib(room.total(lanes, offload))} would do with {' and '.join(ways)}"
-    )
-
-
-def require_room(name: str, lanes: Sequence[str], device: torch.device, offload: bool) -> None:
+def require_room(
+    name: str, lanes: Sequence[str], device: torch.device, offload: bool, tile: bool = False
+) -> None:
     """UserError with what would fit, where the lanes do not."""
-    found = fit(name, lanes, device)
-    fits = found.lanes == tuple(lanes) and (offload or not found.offload)
+    found = fit(name, lanes, device, tile=tile)
+    fits = (
+        found.lanes == tuple(lanes) and (offload or not found.offload) and (tile or not found.tile)
+    )
     if not fits and found.advice is not None:
         raise UserError(found.advice)
 

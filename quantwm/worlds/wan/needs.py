@@ -8,7 +8,7 @@ from torch import nn
 
 from quantwm.cache.plan import plan_lanes
 from quantwm.lanes import lanes_for
-from quantwm.worlds.room import Room
+from quantwm.worlds.room import TILE, Room
 from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipConfig, ClipVision
@@ -16,6 +16,10 @@ from quantwm.worlds.wan.config import WanConfig
 from quantwm.worlds.wan.loading import on_meta
 from quantwm.worlds.wan.umt5 import Umt5Config, Umt5Encoder
 from quantwm.worlds.wan.vae import VaeConfig, WanVae
+
+DECODING = {False: (6_800, 96), True: (5_950, 256)}
+"""Numbers a pixel of a frame that an autoencoder of this width holds while it decodes, of the 2.1
+and the 2.2 kind: peaks of five worlds on an H200, less weights and caches, agree within 3 %."""
 
 
 def _count(module: nn.Module) -> int:
@@ -64,19 +68,26 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     """Bytes on the device. item: bytes of a number, 2 on a GPU, 4 on a CPU."""
     spec = entry.spec()
     weights = weights_by_part(entry, item)
-    caches = (
-        {
-            method: plan_lanes(spec.cache, [lane], itemsize=item).peak_bytes
-            for method, lane in zip(lanes, lanes_for(spec, lanes), strict=True)
-        }
-        if lanes
-        else {}
-    )
+    caches, held = {}, {}
+    for method, lane in zip(lanes, lanes_for(spec, lanes) if lanes else (), strict=True):
+        planned = plan_lanes(spec.cache, [lane], itemsize=item)
+        caches[method] = planned.peak_bytes
+        held[method] = sum(m.bytes_total + m.scratch_bytes for m in planned.methods)
     whole, block = transformer_weights(entry.config)
     stays = sum(weights.values())
     # Two blocks: one at work, one whose memory the allocator has not given back yet.
     least = stays - (whole - transformer_rest(entry.config) - 2 * block) * item
-    return Room(stays, text_encoder_bytes(entry), caches, min(least, stays))
+    return Room(
+        stays, text_encoder_bytes(entry), caches, min(least, stays), held,
+        working=decoding_bytes(entry, item), tiled=decoding_bytes(entry, item, TILE),
+    )  # fmt: skip
+
+
+def decoding_bytes(entry: Entry, item: int = 2, tile: int = 0) -> int:
+    """While a latent frame is decoded, whole or `tile` cells a side at a time."""
+    numbers, width = DECODING[entry.vae.residual]
+    height, columns = (min(side, tile or side) * entry.vae.stride for side in entry.latent)
+    return numbers * entry.vae.decoder_base // width * height * columns * item
 
 
 @lru_cache
