@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_storage_hostile import File, _saved
 
 from quantwm.cache import KVCache
 from quantwm.cache import tensor_store as store
+from quantwm.cache.positions import TokenPositions, turns
+from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
 
 PARTS = store.MAX_HEADER_PARTS
@@ -135,6 +138,59 @@ def test_numbers_that_would_crash_a_later_chunk_are_refused(
     length = int.from_bytes(whole[:8], "little")
     header, data = whole[8 : 8 + length], whole[8 + length :]
     refusal(tmp_path / "number.safetensors", header, cache, data)
+
+
+def _positions(file: File) -> dict[str, Any]:
+    return file.span()["positions"]["fields"]
+
+
+FRAMES: dict[str, tuple[Callable[[File], None], str]] = {
+    "a next chunk 2**39 frames away": (lambda f: f.fields.update(next_frame=2**39), "a gap of"),
+    "a recent chunk 2**30 frames away": (
+        lambda f: (
+            f.fields.update(next_frame=2**30 + 2), f.segment("recent").update(first_frame=2**30)
+        ),
+        "a gap of",
+    ),
+    "a guide that looks 2**50 frames ahead": (
+        lambda f: f.segment("recent")["guide"]["fields"]["learned"]["fields"].update(
+            horizon_frames=2**50
+        ),
+        "a guide of other positions",
+    ),
+    "tokens that stand 2**30 frames away": (
+        lambda f: _positions(f).update(first=2**30), "in their frames",
+    ),
+    "tokens that stand before their frames": (
+        lambda f: _positions(f).update(first=0), "in their frames",
+    ),
+}  # fmt: skip
+"""Loaded, they would make lists and tables as long as the distance, at the next chunk."""
+
+
+@pytest.mark.parametrize("case", FRAMES)
+def test_frames_that_would_be_a_bomb_later_are_refused(
+    case: str, saved: Any, tmp_path: Path
+) -> None:
+    cache, raw = saved["qtc"]
+    change, says = FRAMES[case]
+    file = File(raw)
+    change(file)
+    path = tmp_path / "far.safetensors"
+    path.write_bytes(file.bytes())
+    with pytest.raises(UserError, match=says):
+        KVCache.load(path, cache.spec, cache.fmt, cache.policy, dtype=cache.dtype)
+
+
+def test_turning_far_places_takes_a_table_of_those_frames_alone() -> None:
+    layout = RopeLayout((8, 4, 4), (1, 3))
+    near = TokenPositions(0, 4, torch.tensor([0, 1, 5, 8], dtype=torch.int32))
+    far = TokenPositions(0, 4, torch.tensor([0, 1, 5, 3 * 2**29 + 2], dtype=torch.int32))
+    before = peak_bytes()
+    found = [turns(layout, positions, 0, 4, torch.device("cpu")) for positions in (near, far)]
+    assert torch.equal(found[0][:3], found[1][:3])
+    assert found[1].shape == found[0].shape and bool(found[1].abs().sub(1).abs().max() < 1e-6)
+    assert peak_bytes() - before < 2**26
 
 
 @pytest.mark.parametrize("costs", [[[[1.0], [1.0]]], [[[1.0] * 2, [-1.0] * 2]]])

@@ -100,14 +100,9 @@ def _turns(
     if device.type == "cuda":
         return _turns_there(layout, places.to(device))
     frame, cell = places // (rows * columns), places % (rows * columns)
-    first_frame = int(frame.min()) if len(frame) else 0
-    frames = int(frame.max()) - first_frame + 1 if len(frame) else 0
-    steps = (
-        torch.arange(first_frame, first_frame + frames),
-        torch.arange(rows),
-        torch.arange(columns),
-    )
-    where = (frame - first_frame, cell // columns, cell % columns)
+    seen, of_token = frame.unique_consecutive(return_inverse=True)  # places ascend
+    steps = (seen, torch.arange(rows), torch.arange(columns))
+    where = (of_token, cell // columns, cell % columns)
     speeds = frequencies(layout).split([size // 2 for size in layout.split])
     parts = []
     for step, index, speed in zip(steps, where, speeds, strict=True):

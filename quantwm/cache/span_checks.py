@@ -70,12 +70,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Place:
-    """Of one span: its format, what it holds, how many tokens; and the cache's geometry."""
+    """Of one span: its format, what it holds, how many tokens of which frames; and the cache's
+    geometry."""
 
     fmt: Format[Any]
     role: Role
     tokens: int
     spec: CacheSpec
+    frames: range = range(0)
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -197,17 +199,17 @@ def _quantwm(span: QuantWMSpan, place: Place) -> list[Wanted]:
     if span.correction is not None:
         wanted += _correction(span.correction, place)
     unrotated = place.role == "keys" and wants_unrotated(place.fmt)
-    return wanted + turn_tensors(span.turns, place.spec, tokens, unrotated)
+    return wanted + turn_tensors(span.turns, place, unrotated)
 
 
-def turn_tensors(turns: Any, spec: CacheSpec, tokens: int, unrotated: bool) -> list[Wanted]:
+def turn_tensors(turns: Any, place: Place, unrotated: bool) -> list[Wanted]:
     """Of the rotation of keys that are to be un-rotated, or are not."""
-    asked = KeyTurns.of(spec.rope, TokenPositions(0, 0)) if unrotated else None
+    asked = KeyTurns.of(place.spec.rope, TokenPositions(0, 0)) if unrotated else None
     if asked is None and turns is None:
         return []
     if asked is None or not isinstance(turns, KeyTurns) or turns.rope != asked.rope:
         raise ValueError("keys turned in another way than the cache's")
-    return position_tensors(turns.positions, tokens)
+    return position_tensors(turns.positions, place)
 
 
 def _correction(rows: Correction, place: Place) -> list[Wanted]:
@@ -258,7 +260,7 @@ def _qtc(span: QtcSpan, place: Place) -> list[Wanted]:
     if span.rope not in (None, place.spec.rope) or (span.rope is None) != (span.positions is None):
         raise ValueError("keys turned in another way than the cache's")
     if span.positions is not None:
-        wanted += position_tensors(span.positions, tokens)
+        wanted += position_tensors(span.positions, place)
     return [
         *wanted,
         _runs("chunk_stops", span.chunk_tokens, span.chunk_stops, tokens),
@@ -291,14 +293,20 @@ def basis_tensors(basis: Basis, place: Place) -> list[Wanted]:
     ]
 
 
-def position_tensors(positions: TokenPositions, tokens: int) -> list[Wanted]:
-    if positions.count != tokens or not 0 <= positions.first < 2**31:
-        raise ValueError(f"positions that are not of {tokens} tokens")
+def position_tensors(positions: TokenPositions, place: Place) -> list[Wanted]:
+    """Of tokens that stand in the frames of their span."""
+    tokens, per_frame = place.tokens, place.spec.tokens_per_frame
+    first, stop = (frame * per_frame for frame in (place.frames.start, place.frames.stop))
+    gap = positions.places is not None
+    last = positions.first + (0 if gap else max(tokens - 1, 0))
+    if positions.count != tokens or not first <= positions.first <= last < stop:
+        raise ValueError(f"positions that are not of {tokens} tokens in their frames")
     if positions.places is None:
         return []
 
     def ascending(places: Tensor) -> bool:
-        return int(places[0]) == positions.first and bool((places.diff() > 0).all())
+        ends = int(places[0]) == positions.first and int(places[-1]) < stop
+        return ends and bool((places.diff() > 0).all())
 
     return [Wanted("places", positions.places, _I32, (tokens,), ascending)]
 

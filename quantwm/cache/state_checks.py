@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from quantwm.cache.span_checks import (
 from quantwm.cache.unrotation import wants_unrotated
 
 MAX_FRAME = 2**40
+MAX_GAP = 2**16
+"""Frames between two chunks of which every token was dropped. What is joined behind a gap counts
+its frames one by one, so a gap of 2**40 frames would be a list of as many."""
 _ROLES: tuple[Role, Role] = ("keys", "values")
 
 
@@ -68,6 +71,9 @@ def _segments(segments: Sequence[Segment], state: Any, cache: Any) -> list[Wante
         raise ValueError("segments that are not sink, packed, recent")
     if kinds.count("recent") > cache.policy.recent_chunks:
         raise ValueError("more recent chunks than the policy keeps")
+    ends = [(s.first_frame, s.stop_frame) for s in segments if s.kind != "sink"]
+    if any(later[0] - ended > MAX_GAP for (_, ended), later in pairwise([*ends, (stop, stop)])):
+        raise ValueError(f"a gap of more than {MAX_GAP:,} frames")
     before = 0 if origin is None else origin
     wanted: list[Wanted] = []
     for segment in segments:
@@ -96,10 +102,14 @@ def _segment(segment: Segment, state: Any, cache: Any) -> list[Wanted]:
     for role, spans in zip(_ROLES, (segment.keys, segment.values), strict=True):
         if len(spans) != _slots(cache):
             raise ValueError(f"{len(spans)} spans of {role} in {_slots(cache)} slots")
-        place = Place(segment.fmt, role, segment.tokens, cache.spec)
+        place = Place(segment.fmt, role, segment.tokens, cache.spec, _frames(segment))
         for span in spans:
             wanted += span_tensors(span, place)
     return wanted if segment.guide is None else wanted + _guide(segment.guide, segment, cache)
+
+
+def _frames(segment: Segment) -> range:
+    return range(segment.first_frame, segment.stop_frame)
 
 
 def _books(pairs: Mapping[Any, Any], cache: Any) -> list[Wanted]:
@@ -160,17 +170,19 @@ def _guide(guide: ChunkGuide, segment: Segment, cache: Any) -> list[Wanted]:
         check = None if cache.fmt.full_moment else not_negative
         wanted.append(Wanted("weights", guide.weights, torch.float32, shape, check))
     learned = guide.learned
+    place = Place(cache.fmt, "keys", segment.tokens, cache.spec, _frames(segment))
     if wants_unrotated(cache.fmt):
-        return wanted + turn_tensors(learned, cache.spec, segment.tokens, True)
+        return wanted + turn_tensors(learned, place, True)
     if (learned is not None) != (cache._learner is not None):
         raise ValueError("a guide with another learner")
     if learned is None:
         return wanted
     if not isinstance(learned, LearnedGuide) or len(learned.queries) != _slots(cache):
         raise ValueError("a guide of other slots")
-    if learned.rope not in (None, cache.spec.rope) or learned.horizon_frames < 0:
+    horizon = cache._learner.coding.horizon_frames
+    if learned.rope not in (None, cache.spec.rope) or learned.horizon_frames != horizon:
         raise ValueError("a guide of other positions")
-    wanted += position_tensors(learned.positions, segment.tokens)
+    wanted += position_tensors(learned.positions, place)
     wanted += [w for queries in learned.queries for w in _queries(queries, cache)]
     return wanted + _lesson(learned.lesson, cache)
 
