@@ -141,6 +141,64 @@ def test_a_prefill_that_fails_leaves_nothing_behind(name: str, tmp_path: Path) -
     assert failures > 5
 
 
+MOUSE = CacheSpec(layers=1, heads=2, head_dim=16, tokens_per_frame=2, frames_per_chunk=2)
+
+
+def _with_a_companion(name: str) -> KVCache:
+    spec = replace(SPEC, rope=None, companions=(("mouse", MOUSE),))
+    cache = make_cache(name, POLICIES["open"], spec=spec)
+    for salt in range(3):
+        *passes, commit = _steps(cache, salt)
+        for step in passes:
+            step()
+        cache.gather(0, *qkv(salt, 4, MOUSE)[1:], clean=True, stream="mouse")
+        commit()
+    return cache
+
+
+CALLS: dict[str, Callable[[KVCache], object]] = {
+    "evict": lambda cache: cache.evict(3),  # inside a chunk, so that spans are cut
+    "history": lambda cache: cache.history(0),
+    "fork": lambda cache: cache.fork(),
+}
+
+
+@pytest.mark.parametrize("name", ["bf16", "kivi", "qvg", "quantwm"])
+@pytest.mark.parametrize("call", CALLS)
+def test_other_calls_leave_the_cache_and_its_companions(
+    call: str, name: str, tmp_path: Path
+) -> None:
+    base = _with_a_companion(name)
+    before = _bytes(base, tmp_path)
+    with FailAt() as counted:
+        CALLS[call](base.fork())
+    failures = 0
+    for at in range(counted.seen):
+        trial = base.fork()
+        try:
+            with FailAt(at):
+                CALLS[call](trial)
+        except CacheMemoryError:
+            failures += 1
+            assert _bytes(trial, tmp_path) == before, at
+    assert failures > 0
+
+
+def test_a_companion_that_cannot_begin_leaves_no_open_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = _with_a_companion("kivi")
+
+    def refuses(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache._companions["mouse"], "begin_chunk", refuses)
+        with pytest.raises(MemoryError):
+            cache.begin_chunk(6, 2)
+    cache.begin_chunk(6, 2)
+
+
 @pytest.mark.parametrize("name", ["kivi", "quantwm"])
 def test_a_file_that_memory_does_not_hold_is_a_mistake_of_one_line(
     name: str, tmp_path: Path

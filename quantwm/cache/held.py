@@ -16,6 +16,7 @@ from quantwm.cache.formats.base import Format, Learner, Learns
 from quantwm.cache.growth import Past
 from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
 from quantwm.cache.reading import decode_visible
+from quantwm.cache.remedy import saying_what_fits
 from quantwm.cache.segments import Segment, SpanPlan, evict
 from quantwm.cache.settling import settled
 from quantwm.cache.spec import CachePolicy, CacheSpec
@@ -103,6 +104,7 @@ class Held:
         own = take_stock(self.spec, self._segments, extra, self._pending(), self._learner, scratch)
         return with_companions(own, [cache.ledger() for cache in self._companions.values()])
 
+    @saying_what_fits
     def history(self, layer: int, stream: str = "self") -> tuple[Tensor, Tensor]:
         """One layer's decoded history in buffers of the caller's own: k, v [H, tokens, D]."""
         if stream in self._companions:
@@ -116,12 +118,15 @@ class Held:
 
     # The whole cache.
 
+    @saying_what_fits
     def evict(self, before_frame: int) -> None:
         """Drop every frame before this one, the sink excepted."""
         self._require_idle("evict")
-        self._segments = settled(evict(self._segments, before_frame), self._segments)
-        for companion in self._companions.values():
-            companion.evict(before_frame)
+        caches = (self, *self._companions.values())
+        # All that memory can fail for comes first.
+        kept = [settled(evict(c._segments, before_frame), c._segments) for c in caches]
+        for cache, segments in zip(caches, kept, strict=True):
+            cache._segments = segments
 
     def clear(self) -> None:
         """Forget the frames, not what past queries and codebooks taught; takes any frame next.
@@ -158,6 +163,7 @@ class Held:
             window, frame = self.policy.window_frames, self.spec.tokens_per_frame
             self._learner = self.fmt.learner(*shape, self.spec.rope, window, frame, self.device)
 
+    @saying_what_fits
     def fork(self) -> Self:
         """An independent cache with the same history; packed tensors are shared until they grow."""
         self._require_idle("fork")

@@ -64,8 +64,12 @@ class KVCache(Held, Savable):
             sink_frames * self.spec.tokens_per_frame,
             self._generator.get_state(),
         )
-        for companion in self._companions.values():
-            companion.begin_chunk(first_frame, frames)
+        try:
+            for companion in self._companions.values():
+                companion.begin_chunk(first_frame, frames)
+        except (RuntimeError, MemoryError, UserError):
+            self.abort_chunk()
+            raise
 
     @saying_what_fits
     def attend(
