@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch, make_format
+from quantwm.cache import attention as attention_module
 from quantwm.cache.attention import attention
 from quantwm.cache.formats.qvg import QvgConfig, QvgFormat
 from quantwm.cache.slabs import SLAB_BYTES, slab_tokens
@@ -54,6 +55,27 @@ def test_heads_in_turns_give_the_same_bits(method: str, biased: bool) -> None:
     assert torch.equal(one, other)
     assert whole.nbytes == HEADS * per_head
     assert turns.nbytes == 2 * per_head
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_a_bias_is_spread_over_some_heads_at_a_time(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = queries()
+    biases = (torch.randn(HEADS, 12, 7), torch.randn(HEADS, 1, 7), torch.randn(1, 12, 1))
+    wanted = [attention(q, k, v, bias) for bias in biases]
+    sizes: list[int] = []
+    genuine = F.scaled_dot_product_attention
+
+    def noted(*args: Tensor, attn_mask: Tensor) -> Tensor:
+        sizes.append(attn_mask.shape[1])
+        return genuine(*args, attn_mask=attn_mask)
+
+    monkeypatch.setattr(attention_module, "MASK_ELEMENTS", together * 12 * 12)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    for bias, expected in zip(biases, wanted, strict=True):
+        assert torch.equal(attention(q, k, v, bias), expected)
+    assert max(sizes) == together
 
 
 def test_one_head_may_pass_the_limit_and_gather_is_never_split() -> None:

@@ -23,6 +23,10 @@ CUDNN_FLOPS = 5e9
 """Of one head; from here on cuDNN's attention is asked for, the fastest on an H200. It plans anew
 for each number of tokens; a chunk has the same number in every layer and pass."""
 
+MASK_ELEMENTS = 1 << 27
+"""Scores that a bias is spread over at a time, 256 MB: 40 heads of 4,680 queries over 32,760 keys
+together would be 12 GB."""
+
 CPU_SCORES = 1 << 20
 """Scores of a head held at a time on a CPU, whatever the number of heads: 2 MB."""
 CPU_SCORES_WORTH = 1 << 15
@@ -47,11 +51,15 @@ def attend(reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | Non
     out = torch.empty_like(q)
     for first in range(0, heads, group):
         some = slice(first, min(first + group, heads))
-        part = bias
-        if bias is not None and bias.dim() == 3 and bias.shape[0] == heads:
-            part = bias[some]
+        part = _of_heads(bias, some, heads)
         out[some] = attention(q[some], *reading.staged(workspace, q.dtype, some), part)
     return out
+
+
+def _of_heads(bias: Tensor | None, some: slice, heads: int) -> Tensor | None:
+    """Of all heads' bias, that of some."""
+    own = bias is not None and bias.dim() == 3 and bias.shape[0] == heads
+    return bias[some] if own else bias
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,6 +67,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Te
 
     bias: broadcastable to [H, Nq, n], added to the scores of the first n keys.
     """
+    heads, scores = q.shape[0], q.shape[1] * k.shape[1]
+    together = max(MASK_ELEMENTS // max(scores, 1), 1)
+    if bias is not None and heads > together:
+        out = torch.empty_like(q)
+        for first in range(0, heads, together):
+            some = slice(first, first + together)
+            out[some] = attention(q[some], k[some], v[some], _of_heads(bias, some, heads))
+        return out
     worthwhile = q.shape[1] * k.shape[1] >= CPU_SCORES_WORTH
     if worthwhile and q.device.type == "cpu" and q.dtype == torch.bfloat16 and bias is None:
         return _cpu_bf16(q, k, v)
