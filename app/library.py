@@ -31,7 +31,7 @@ from quantwm.token_selection import QueryWatch, watched_layers
 from quantwm.video import fit, has_pyav
 from quantwm.worlds.base import World, WorldSpec
 from quantwm.worlds.registry import Placement, download_world, load_world
-from quantwm.worlds.room import TILE, world_room
+from quantwm.worlds.room import world_room
 
 
 class LibraryBackend:
@@ -63,10 +63,7 @@ class LibraryBackend:
         self._device, self._placement = device, placement or Placement()
         self._thread = OneThread()
         self._world: World | None = None
-        self._offers = WorldOffers(
-            world, tuple(lanes), device,
-            scene=scene, seed=seed, steps=steps, tile=0 < self._placement.tile <= TILE,
-        )  # fmt: skip
+        self._offers = WorldOffers(world, tuple(lanes), device, scene=scene, seed=seed, steps=steps)
 
     def worlds(self) -> Sequence[WorldCard]:
         return self._offers.cards()
@@ -79,8 +76,7 @@ class LibraryBackend:
         free = free_bytes(self._device)
         lanes = methods(self._offers.catalogue(world).chosen)
         room = world_room(world, lanes, self._device)
-        tile = 0 < self._placement.tile <= TILE
-        return free is None or min(room.total((lane,), tile=tile) for lane in lanes) <= free
+        return free is None or min(room.total((lane,)) for lane in lanes) <= free
 
     def load(self, world: str, progress: Progress) -> None:
         self._thread.run(lambda: self._load(world, progress))

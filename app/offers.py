@@ -44,10 +44,7 @@ class WorldOffers:
         scene: str | None,
         seed: int,
         steps: int | None,
-        tile: bool = False,
     ) -> None:
-        """tile: large worlds decode their frames in tiles."""
-        self._tile = tile
         self._world, self._lanes, self._device = world, lanes, device
         self._scene, self._seed, self._steps = scene, seed, steps
         self._lock = threading.Lock()
@@ -80,7 +77,7 @@ class WorldOffers:
 
     def _fit(self, name: str) -> Fit:
         if name not in self._fits:
-            self._fits[name] = fit(name, self._lanes, self._device, tile=self._tile)
+            self._fits[name] = fit(name, self._lanes, self._device)
         return self._fits[name]
 
     def _make_catalogue(self, name: str) -> Catalogue:

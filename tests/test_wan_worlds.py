@@ -253,18 +253,12 @@ def test_every_entry_is_listed_and_its_needs_are_known() -> None:
         gpu = torch.device("cuda")
         fitting = rooms.fit(name, lanes, gpu, 2**41)
         assert (fitting.lanes, fitting.offload, fitting.advice) == (lanes, False, None)
-        most = found.working - found.tiled
-        assert most > 2**30, "a whole frame's decoding is what small cards lack room for"
-        leanest = min(lanes, key=lambda lane: found.total((lane,), tile=True))
+        assert min(found.working, found.streaming) > 2**30, "more than most caches"
+        leanest = min(lanes, key=lambda lane: found.total((lane,)))
         some = rooms.fit(name, lanes, gpu, found.total((leanest,)))
-        assert len(some.lanes) == 1 and not some.offload and not some.tile
+        assert len(some.lanes) == 1 and not some.offload
         assert f"lanes {some.lanes[0]}" in some.advice and "\n" not in some.advice
-        already = rooms.fit(name, lanes, gpu, found.total(lanes, tile=True), tile=True)
-        assert already.advice is None and already.lanes == lanes
-        tiled = rooms.fit(name, lanes, gpu, found.total((leanest,), tile=True))
-        assert (tiled.lanes, tiled.offload, tiled.tile) == ((leanest,), False, True)
-        assert "in tiles (--tile 32)" in tiled.advice
-        least = found.total((leanest,), offload=True, tile=True)
+        least = found.total((leanest,), offload=True)
         less = rooms.fit(name, lanes, gpu, least)
         assert less.offload and "--offload blocks" in less.advice
         nothing = rooms.fit(name, lanes, gpu, least - 1)

@@ -14,9 +14,6 @@ from quantwm.lanes import CPU_MAX_TOKENS, lanes_for, limit_history
 from quantwm.memory import read_memory
 from quantwm.worlds.registry import world_module, world_presence, world_spec
 
-TILE = 32
-"""Latent cells a side that are advised where whole frames do not fit."""
-
 
 @dataclass(frozen=True)
 class Room:
@@ -27,9 +24,9 @@ class Room:
             not fit. caches: method, as it was asked for -> peak of one lane with its window full.
         least: weights that stay when the transformer's blocks are kept on the CPU and visit the
             device one after the other.
-        held: format -> what one lane holds between chunks, one layer's scratch with it.
-        working, tiled: while frames are decoded, whole and in tiles of TILE; no chunk is committed
-            then.
+        held: method -> what one lane holds between chunks, one layer's scratch with it. streaming:
+            what one lane's video holds of the frames before, the newest chunk's beside the last
+            one's. working: while a frame is decoded; no chunk is committed then.
     """
 
     weights: int
@@ -37,14 +34,12 @@ class Room:
     caches: Mapping[str, int]
     least: int
     held: Mapping[str, int] = field(default_factory=dict)
+    streaming: int = 0
     working: int = 0
-    tiled: int = 0
 
-    def total(self, lanes: Sequence[str], offload: bool = False, tile: bool = False) -> int:
-        weights = self.least if offload else self.weights
-        decoding = (self.tiled if tile else self.working) + sum(
-            self.held.get(name, 0) for name in lanes
-        )
+    def total(self, lanes: Sequence[str], offload: bool = False) -> int:
+        weights = (self.least if offload else self.weights) + self.streaming * len(lanes)
+        decoding = self.working + sum(self.held.get(name, 0) for name in lanes)
         return weights + max(sum(self.caches[name] for name in lanes), decoding)
 
 
@@ -55,7 +50,7 @@ class Fit:
     Attributes:
         needed: bytes of what was asked for. capacity: bytes of the device, None when unknown.
         lanes: those that fit, as asked for where all do; empty where not even one does.
-        offload: whether that takes the transformer's blocks on the CPU. tile: frames in tiles.
+        offload: whether that takes the transformer's blocks on the CPU.
         advice: one line when it does not fit as asked for.
     """
 
@@ -64,7 +59,6 @@ class Fit:
     lanes: tuple[str, ...]
     offload: bool = False
     advice: str | None = None
-    tile: bool = False
 
 
 def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
@@ -98,38 +92,34 @@ def fit(
     lanes: Sequence[str],
     device: torch.device,
     capacity: int | None = None,
-    tile: bool = False,
 ) -> Fit:
     """Whether lanes of a world fit on a device, and which settings would.
 
-    tile: frames are decoded in tiles already. Tried in this order: as asked for; BF16 and QuantWM;
-    the leanest lane alone; the same with frames in tiles; all of it with the transformer's blocks
-    on the CPU.
+    Tried in this order: as asked for; BF16 and QuantWM; the leanest lane alone; the same with the
+    transformer's blocks on the CPU. Tiles are no way to save memory: what each tile's video holds
+    of the frames before outweighs what a smaller frame takes.
     """
     title = world_spec(name).title.partition(":")[0]
     lanes = tuple(lanes)
     capacity = capacity_of(device) if capacity is None else capacity
     room = world_room(name, lanes, device)
-    needed = room.total(lanes, tile=tile)
+    needed = room.total(lanes)
     if capacity is None or needed <= capacity:
         return Fit(needed, capacity, lanes)
-    leanest = (min(lanes, key=lambda lane: room.total((lane,), tile=True)),)
+    leanest = (min(lanes, key=lambda lane: room.total((lane,))),)
     pair = tuple(lane for lane in lanes if lane in ("bf16", "quantwm"))
-    ways = product((False, True), (True,) if tile else (False, True), (lanes, pair, leanest))
-    for offload, tiled, some in ways:
-        found = room.total(some, offload, tiled)
+    for offload, some in product((False, True), (lanes, pair, leanest)):
+        found = room.total(some, offload)
         if some and found <= capacity:
             changes = [] if some == lanes else [f"lanes {','.join(some)}"]
             if offload:
                 changes.append("the transformer's blocks on the CPU (--offload blocks)")
-            if tiled and not tile:
-                changes.append(f"frames decoded in tiles (--tile {TILE})")
             advice = (
                 f"{title} needs {_gib(needed)} with lanes {','.join(lanes)}, this device has "
                 f"{_gib(capacity)}: {_gib(found)} would do with {' and '.join(changes)}"
             )
-            return Fit(needed, capacity, some, offload, advice, tiled)
-    least = room.total(leanest, True, True)
+            return Fit(needed, capacity, some, offload, advice)
+    least = room.total(leanest, True)
     return Fit(
         needed,
         capacity,
@@ -140,14 +130,10 @@ def fit(
     )
 
 
-def require_room(
-    name: str, lanes: Sequence[str], device: torch.device, offload: bool, tile: bool = False
-) -> None:
+def require_room(name: str, lanes: Sequence[str], device: torch.device, offload: bool) -> None:
     """UserError with what would fit, where the lanes do not."""
-    found = fit(name, lanes, device, tile=tile)
-    fits = (
-        found.lanes == tuple(lanes) and (offload or not found.offload) and (tile or not found.tile)
-    )
+    found = fit(name, lanes, device)
+    fits = found.lanes == tuple(lanes) and (offload or not found.offload)
     if not fits and found.advice is not None:
         raise UserError(found.advice)
 

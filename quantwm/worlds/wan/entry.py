@@ -10,7 +10,7 @@ import torch
 from quantwm.errors import UserError
 from quantwm.worlds.base import Scene, Script, World, WorldSpec
 from quantwm.worlds.registry import Placement, Presence, Progress
-from quantwm.worlds.room import TILE, Room, capacity_of, require_room
+from quantwm.worlds.room import Room, capacity_of, require_room
 from quantwm.worlds.wan import files, presets
 from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import load_clip
@@ -73,12 +73,11 @@ class WanModule:
         if device.type == "cuda" and placement.offload != "blocks":
             capacity = capacity_of(device)
             needed = room(self.entry, ("quantwm",))
-            lane, tile = ("quantwm",), 0 < placement.tile <= TILE
-            if capacity is not None and needed.total(lane, tile=tile) > capacity:
+            if capacity is not None and needed.total(("quantwm",)) > capacity:
                 if placement.offload != "auto":
-                    require_room(self.entry.name, lane, device, False, tile)
-                if needed.total(lane, True, tile) > capacity:
-                    require_room(self.entry.name, lane, device, True, tile)
+                    require_room(self.entry.name, ("quantwm",), device, offload=False)
+                if needed.total(("quantwm",), offload=True) > capacity:
+                    require_room(self.entry.name, ("quantwm",), device, offload=True)
                 placement = replace(placement, offload="blocks")
         return load(self.entry, device, progress, placement)
 

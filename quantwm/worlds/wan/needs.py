@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 from torch import nn
 
 from quantwm.cache.plan import plan_lanes
 from quantwm.lanes import lanes_for
-from quantwm.worlds.room import TILE, Room
+from quantwm.worlds.room import Room
 from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipConfig, ClipVision
@@ -17,9 +18,10 @@ from quantwm.worlds.wan.loading import on_meta
 from quantwm.worlds.wan.umt5 import Umt5Config, Umt5Encoder
 from quantwm.worlds.wan.vae import VaeConfig, WanVae
 
-DECODING = {False: (6_800, 96), True: (5_950, 256)}
+DECODING = {False: (4_440, 96), True: (4_170, 256)}
 """Numbers a pixel of a frame that an autoencoder of this width holds while it decodes, of the 2.1
-and the 2.2 kind: peaks of five worlds on an H200, less weights and caches, agree within 3 %."""
+and the 2.2 kind: peaks of five worlds on an H200, less weights, caches and one state, agree
+within 3 %."""
 
 
 def _count(module: nn.Module) -> int:
@@ -79,15 +81,27 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     least = stays - (whole - transformer_rest(entry.config) - 2 * block) * item
     return Room(
         stays, text_encoder_bytes(entry), caches, min(least, stays), held,
-        working=decoding_bytes(entry, item), tiled=decoding_bytes(entry, item, TILE),
+        # An engine keeps the states of before a chunk until all lanes have finished it.
+        streaming=2 * state_numbers(entry.vae, entry.latent) * item,
+        working=decoding_numbers(entry.vae, entry.latent) * item,
     )  # fmt: skip
 
 
-def decoding_bytes(entry: Entry, item: int = 2, tile: int = 0) -> int:
-    """While a latent frame is decoded, whole or `tile` cells a side at a time."""
-    numbers, width = DECODING[entry.vae.residual]
-    height, columns = (min(side, tile or side) * entry.vae.stride for side in entry.latent)
-    return numbers * entry.vae.decoder_base // width * height * columns * item
+def decoding_numbers(config: VaeConfig, latent: tuple[int, int]) -> int:
+    """Held while a latent frame is decoded, beside the states."""
+    numbers, width = DECODING[config.residual]
+    pixels = latent[0] * latent[1] * config.stride**2
+    return numbers * config.decoder_base // width * pixels
+
+
+@lru_cache
+def state_numbers(config: VaeConfig, latent: tuple[int, int]) -> int:
+    """What a video's causal layers keep of the frames before."""
+    vae, state = on_meta(lambda: WanVae(config)), {}
+    frame = torch.empty(config.latent_channels, 1, *latent, device="meta")
+    for _ in range(2):  # the very first frame's are smaller
+        vae.raw_decode(frame, state)
+    return sum(tensor.numel() for tensor in state.values())
 
 
 @lru_cache
