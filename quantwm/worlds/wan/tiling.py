@@ -40,7 +40,8 @@ def decode_tiled(
 ) -> torch.Tensor:
     """[C, F, h, w] -> [3, T, H, W]. One tile that holds the whole frame decodes it as it is.
 
-    Memory is that of a tile. Where tiles meet, their pixels are mixed along a linear ramp; the
+    What is computed at a time is a tile; the states of all tiles are larger than a whole frame's.
+    Where tiles meet, their pixels are mixed along a linear ramp; the
     autoencoder's attention sees its tile only, so colours may differ a little from the whole.
     """
     height, width = latents.shape[2:]
