@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -279,12 +280,20 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _all_checks() -> dict[str, dict[str, Any]]:
-    """Every check in a process of its own, at once: most of their time is compiling on the CPU."""
+    """Every check in a process of its own, at once: most of their time is compiling on the CPU.
+
+    Each in a pool of its own too: a process that the device kills takes its pool with it.
+    """
     threads = max(1, (os.cpu_count() or 1) // 4)
     context = multiprocessing.get_context("spawn")
     done: dict[str, dict[str, Any]] = {}
-    with ProcessPoolExecutor(len(CHECKS), context) as pool:
-        running = {pool.submit(_outcome, name, threads): name for name in CHECKS}
+    with ExitStack() as pools:
+        running = {
+            pools.enter_context(ProcessPoolExecutor(1, context)).submit(
+                _outcome, name, threads
+            ): name
+            for name in CHECKS
+        }
         for finished in as_completed(running):
             name = running[finished]
             try:
