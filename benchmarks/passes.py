@@ -19,8 +19,9 @@ from quantwm.worlds.wan.layers import EPS, RMSNorm, layer_norm, split_heads
 from quantwm.worlds.wan.rotary import angles, frame_angles, rotate
 
 # Relative error of results that are rounded to BF16 (2^-9) once to four times, in whichever order
-# float32 sums are added. The interpreter cuts bits off instead of rounding.
-ERROR, CUT_ERROR = 3e-3, 2e-2
+# float32 sums are added; PyTorch's attention rounds its weights too. The interpreter cuts bits off
+# instead of rounding.
+ERROR, CUT_ERROR = 6e-3, 2e-2
 
 
 @dataclass(frozen=True)

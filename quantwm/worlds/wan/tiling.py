@@ -41,8 +41,8 @@ def decode_tiled(
     """[C, F, h, w] -> [3, T, H, W]. One tile that holds the whole frame decodes it as it is.
 
     What is computed at a time is a tile; the states of all tiles are larger than a whole frame's.
-    Where tiles meet, their pixels are mixed along a linear ramp; the
-    autoencoder's attention sees its tile only, so colours may differ a little from the whole.
+    Where tiles meet, their pixels are mixed along a linear ramp; the autoencoder's attention sees
+    its tile only, so colours may differ a little from the whole.
     """
     height, width = latents.shape[2:]
     rows, columns = starts(height, tile), starts(width, tile)
