@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
 from test_kernels_compile import (  # noqa: E402
     REGISTER_LIMIT,
     SHARED_LIMIT,
@@ -27,19 +25,12 @@ from kernels import decode, encode, groups, kmeans, stages  # noqa: E402
 from quantwm.cache import dispatch, make_format  # noqa: E402
 from quantwm.cache.formats import QueryGuide, kivi, qvg_pro, rtn  # noqa: E402
 
-ROOT = Path(__file__).resolve().parent.parent
 OPS = dispatch.TritonOps(kmeans, encode, decode, groups, stages)
 
 
+@INTERPRETABLE
 def test_kernels_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
-    run = subprocess.run(
-        [*command, "tests/interpret_groups.py"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout, run.stdout[-2000:]
+    passes_interpreted("interpret_groups.py")
 
 
 @pytest.fixture

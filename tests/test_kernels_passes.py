@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,31 +10,18 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
 from test_kernels_compile import Launched, Recorder, compile_launch, describe  # noqa: E402
-from test_kernels_interpret import ROOT, _versions  # noqa: E402
 
 from benchmarks.passes import SIZES, pairs  # noqa: E402
 from kernels import passes  # noqa: E402
 from quantwm.cache import dispatch  # noqa: E402
 from quantwm.worlds.wan.layers import kernels_for  # noqa: E402
 
-numpy = pytest.importorskip("numpy")
 
-
-@pytest.mark.skipif(
-    _versions(triton.__version__) < (3, 7) and _versions(numpy.__version__) >= (2, 4),
-    reason=f"the interpreter of triton {triton.__version__} cannot loop to a runtime bound with "
-    f"numpy {numpy.__version__} (2.4 or newer)",
-)
+@INTERPRETABLE
 def test_kernels_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider",
-         "tests/interpret_passes.py"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout, run.stdout[-2000:]
+    passes_interpreted("interpret_passes.py")
 
 
 @pytest.fixture

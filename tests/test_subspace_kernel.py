@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
+
+from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
 
 from benchmarks.agreement_rows import agree_rows  # noqa: E402
 from benchmarks.agreement_subspace import agree_subspace  # noqa: E402
@@ -25,21 +24,11 @@ from tests.test_kernels_compile import (  # noqa: E402
     Recorder,
     compile_launch,
 )
-from tests.test_kernels_interpret import INTERPRETABLE  # noqa: E402
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @INTERPRETABLE
 def test_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
-    run = subprocess.run(
-        [*command, "tests/interpret_subspace.py"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert " passed" in run.stdout, run.stdout[-2000:]
+    passes_interpreted("interpret_subspace.py")
 
 
 @pytest.mark.parametrize(("head_dim", "rank"), [(64, 4), (128, 8), (256, 8), (128, 24)])
