@@ -18,6 +18,7 @@ from benchmarks.guards import guarded_allocations
 from kernels import decode, encode, groups, kmeans, stages
 from quantwm.cache import reference
 from quantwm.cache.dispatch import TritonOps
+from quantwm.cache.pack import unpack
 
 OPS = TritonOps(kmeans, encode, decode, groups, stages)
 
@@ -64,6 +65,25 @@ def test_numbers_at_the_ends(swapped: bool, bits: int) -> None:
     case = SimpleNamespace(x=extremes(swapped), group_size=16)
     agree_token_groups(OPS, case, bits, truncates=True)
     agree_channel_groups(OPS, case, bits, truncates=True)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_beside_every_tie(bits: int) -> None:
+    """The number at half a step, the one before and the one behind it, for many scales."""
+    levels, rows = 2**bits, 200
+    generator = torch.Generator().manual_seed(bits)
+    power = torch.randint(-20, 4, (rows, 1), generator=generator).float().exp2()
+    scale = (power * (1 + torch.rand(rows, 1, generator=generator))).half().float()
+    ties = (torch.arange(1, levels) - 0.5) * scale
+    beside = [torch.nextafter(ties, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    ends = torch.cat((torch.zeros(rows, 1), (levels - 1) * scale), dim=1)
+    x = torch.cat((ends, ties, *beside, ends.repeat(1, 64)), dim=1)[:, :64].unsqueeze(0)
+    mine = groups.encode_token_groups(x, 64, bits)
+    wanted = reference.encode_token_groups(x, 64, bits)
+    assert torch.equal(wanted[1].float(), scale.unsqueeze(0)) and not wanted[2].any()
+    assert torch.equal(mine[0], wanted[0])
+    exact = torch.floor(x.double() / scale.double() + 0.5).clamp(0, levels - 1)
+    assert torch.equal(unpack(mine[0], 64, bits).double(), exact)
 
 
 def test_a_wrong_kernel_is_noticed() -> None:

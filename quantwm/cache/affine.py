@@ -80,11 +80,18 @@ def quantize_real_zero(x: Tensor, dim: int, levels: int) -> tuple[Tensor, Tensor
     x: float32, one group along `dim`; x = zero + code * scale. The zero is a real number in FP16,
     never clamped to the codes, so that groups of one sign lose nothing; what is outside FP16
     saturates. Returns codes uint8 like x, scales and zeros float16 without `dim`.
+
+    A code is round((x - zero) / scale), halves up, as if divided exactly, up to 16 levels. Let d =
+    x - zero as rounded, s the scale, t = (k - 1/2) s, which float32 holds. d >= t gives a rounded
+    quotient of at least k - 1/2. d < t is at most t (1 - 2^-24): for k > 1 the quotient rounds to
+    the number before k - 1/2 or below, and that plus 1/2 is a number below k; for k = 1 it rounds
+    below 1/2, but 1/2 more may round to 1.
     """
     # Plus 0: of two zeros the positive one, whichever a minimum returns.
     low, high = (end + 0.0 for end in torch.aminmax(x.clamp(-FLOAT16_MAX, FLOAT16_MAX), dim=dim))
     zeros = low.to(torch.float16)
     scales = ((high - zeros.float()) / (levels - 1)).clamp(0, FLOAT16_MAX).to(torch.float16)
     zero, scale = (t.float().unsqueeze(dim) for t in (zeros, scales))
-    codes = round_half_up(_safe_divide(x - zero, scale)).clamp(0, levels - 1)
+    ratio = _safe_divide(x - zero, scale)
+    codes = torch.where(ratio < 0.5, 0.0, round_half_up(ratio)).clamp_(max=levels - 1)
     return codes.to(torch.uint8), scales, zeros
