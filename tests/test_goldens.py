@@ -129,6 +129,18 @@ def test_a_family_without_adapter_is_named_and_not_ok(tmp_path: Path) -> None:
     assert not result["ok"]
 
 
+def test_a_set_that_contradicts_itself_is_not_ok_and_the_others_still_run(tmp_path: Path) -> None:
+    for name in ("umt5", "actions_matrix_game2"):
+        for path in GOLDENS.glob(f"{name}.*"):
+            shutil.copy(path, tmp_path / path.name)
+    tensors = load_tensors(tmp_path / "umt5.safetensors")
+    tensors["in.mask"] = tensors["in.mask"][:, :5].contiguous()
+    save_file(tensors, tmp_path / "umt5.safetensors")
+    actions, umt5 = check_folder(tmp_path)["families"]
+    assert actions["ok"] and not umt5["ok"]
+    assert umt5["worst"].startswith("it does not run: RuntimeError") and "\n" not in umt5["worst"]
+
+
 def test_compressed_files_are_read_and_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

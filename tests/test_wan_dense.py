@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wan_dense import Sequence, flow, image_context, text_context
-from wan_helpers import make_cache, make_model, upstream_name
+from wan_helpers import make_cache, make_model, upstream_name, upstream_weights
 
+from quantwm.goldens import Comparison, GoldenSet
 from quantwm.worlds.wan import hy_actions
 from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.config import ActionConfig, WanConfig
+from quantwm.worlds.wan.golden_causal_forcing import causal_forcing
 from quantwm.worlds.wan.graphs import GraphedWan
 from quantwm.worlds.wan.memory_rollout import MemoryRollout
 from quantwm.worlds.wan.prope import cameras
@@ -243,3 +246,47 @@ def test_a_memory_of_any_size_equals_the_dense_reference(
         )  # fmt: skip
         wanted = flow(weights, case.heads, 2, 16, sequence)[:, first:].transpose(0, 1)
         assert relative(step.flow, wanted) < LIMITS[case.dtype]
+
+
+class _Kept(Comparison):
+    """Keeps what an adapter produced."""
+
+    def check(self, name: str, produced: torch.Tensor | float) -> None:
+        self.made[name] = produced
+
+
+@pytest.mark.parametrize(("width", "heads"), [(96, 4), (64, 1), (72, 3)])
+def test_a_golden_set_of_another_size_is_run_as_it_says(width: int, heads: int) -> None:
+    """Heads that are not 128 wide, frames given in advance, a sink that ends inside a chunk."""
+    rules = {"num_frame_per_block": 2, "num_chunks": 3, "local_attn_size": 5, "sink_size": 3,
+             "denoising_step_list": [1000], "first": None, "initial_frames": 4,
+             "dtypes": ["fp32"]}  # fmt: skip
+    model = make_model(
+        WanConfig(layers=2, heads=heads, head_dim=width // heads, ffn_dim=40, in_channels=16,
+                  out_channels=16, context_dim=12, context_len=8, freq_dim=16)
+    )  # fmt: skip
+    config = {"model": {"num_heads": heads, "text_len": 8}, "latent_hw": [4, 6],
+              "context_noise": 0, "timestep_shift": 5.0, "rollouts": {"r": rules}}  # fmt: skip
+    golden = GoldenSet("causal_forcing", Path(), {"config": config})
+    torch.manual_seed(1)
+    rows, given = torch.randn(1, 5, 12), torch.randn(1, 4, 16, 4, 6)
+    noise = torch.randn(1, 6, 16, 4, 6)
+    golden.__dict__["weights"] = upstream_weights(model)
+    golden.__dict__["tensors"] = {
+        "in.prompt_embeds": rows, "r.in.initial_latent": given, "r.in.noise": noise,
+        "r.fp32.latents": torch.zeros(1),
+    }  # fmt: skip
+    kept = _Kept(golden)
+    kept.made = {}
+    causal_forcing(golden, kept)
+    latents = kept.made["r.fp32.latents"].clone()
+    latents[8:] = noise[0, 4:]
+    times = torch.zeros(10).double()
+    times[8:] = 1000.0
+    weights = published(model)
+    wanted = flow(
+        weights, heads, 2, 16,
+        Sequence(latents.transpose(0, 1), times, torch.arange(10), seen_by(10, 2, 5, 3),
+                 text_context(weights, rows[0], 8)),
+    )[:, 8:].transpose(0, 1)  # fmt: skip
+    assert relative(kept.made["r.fp32.c2.s0.flow"], wanted) < LIMITS[torch.float32]
