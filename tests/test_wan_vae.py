@@ -161,3 +161,21 @@ def test_a_random_vae_equals_diffusers(tmp_path: Path, residual: bool) -> None:
     video = torch.rand(1, 3, 5, 2 * mine.config.stride, mine.config.stride) * 2 - 1
     wanted = ((theirs.encode(video).latent_dist.mode() - shift) / scale)[0]
     torch.testing.assert_close(mine.encode(video[0]), wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[1]", "3", '{"latents_mean": "ab", "latents_std": [1]}',
+     '{"latents_mean": [null], "latents_std": [1]}', '{"latents_mean": 1, "latents_std": 2}',
+     '{"latents_mean": [0, 1], "latents_std": [1, 1]}',
+     '{"latents_mean": [NaN], "latents_std": [1]}',
+     '{"latents_mean": [0], "latents_std": [0]}', "[" * 100_000],
+    ids=lambda text: text[:40],
+)  # fmt: skip
+def test_a_config_that_is_none_is_one_line(tmp_path: Path, text: str) -> None:
+    weights = {diffusers_name(k, True): t for k, t in make("2.2").state_dict().items()}
+    save_file(weights, tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json|means and deviations") as caught:
+        load_vae(tmp_path, torch.float32, "cpu")
+    assert "\n" not in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,8 +133,11 @@ def _statistics(folder: Path) -> tuple[tuple[float, ...] | None, tuple[float, ..
     try:
         config = json.loads(file.read_text())
         mean, std = config.get("latents_mean"), config.get("latents_std")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+        if mean is None or std is None:
+            return None, None
+        mean, std = tuple(map(float, mean)), tuple(map(float, std))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{file} is not a VAE's config.json") from None
-    if mean is None or std is None:
-        return None, None
-    return tuple(map(float, mean)), tuple(map(float, std))
+    if not all(map(math.isfinite, (*mean, *std))) or min(std, default=1.0) <= 0:
+        raise UserError(f"{file} must give finite latents_mean and latents_std above 0")
+    return mean, std
