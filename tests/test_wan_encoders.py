@@ -145,6 +145,12 @@ def test_clip_loads_the_original_file_and_leaves_the_text_tower_out(tmp_path: Pa
     assert rows.shape == (5, 160)
 
 
+def test_the_tokenizer_of_another_encoder_is_one_line() -> None:
+    encoder = umt5()
+    with pytest.raises(UserError, match="tokenizer is of another text encoder: it makes token 99"):
+        encoder.encode([1, 99])
+
+
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     for load in (load_umt5, load_clip):

@@ -136,6 +136,11 @@ class Umt5Encoder(nn.Module):
     def encode(self, ids: list[int]) -> torch.Tensor:
         """One prompt's ids -> [tokens, width]; no padding, so nothing is masked."""
         device = self.norm.weight.device
+        if max(ids, default=0) >= self.config.vocabulary:
+            raise UserError(
+                f"the tokenizer is of another text encoder: it makes token {max(ids)}, this one "
+                f"knows {self.config.vocabulary}"
+            )
         row = torch.tensor([ids[:MAX_TOKENS]], device=device)
         return self(row, torch.ones_like(row))[0]
 
