@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from wan_tiny import WORLDS, actions_of, settings, tiny  # the last is a fixture
+from test_wan_encoders import UMT5
+from wan_tiny import VAE_22, WORLDS, actions_of, random_, settings, tiny  # the last is a fixture
 
 from quantwm.actions import parse_actions
 from quantwm.cli import main
@@ -25,6 +26,8 @@ from quantwm.worlds import registry
 from quantwm.worlds import room as rooms
 from quantwm.worlds.registry import load_world, world_presence, world_spec
 from quantwm.worlds.wan import catalog, downloads, files, memory_frames, needs
+from quantwm.worlds.wan.umt5 import Umt5Encoder
+from quantwm.worlds.wan.vae import WanVae
 
 __all__ = ["tiny"]
 
@@ -212,6 +215,26 @@ def test_no_network_is_one_line(tiny: str, client: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(hub, "HfApi", Api)
     with pytest.raises(UserError, match=r"downloaded from Skywork/.* \(no such name\)"):
         registry.download_world("tiny", agreed=True)
+
+
+@pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
+def test_parts_of_another_world_are_one_line(tiny: str) -> None:
+    """Each is a whole and honest file by itself."""
+    entry = catalog.ENTRIES["tiny"]
+    text = files.part_path(entry.parts["text"])
+    kept = text.read_bytes()
+    other = Umt5Encoder(replace(UMT5, width=16, attention_width=16))
+    torch.save(dict(random_(other).state_dict()), text)
+    with Engine(load_world("tiny", "cpu"), lanes_for(entry.spec(), ("bf16",)), seed=0,
+                prompt="a walk", max_tokens=10_000) as engine:  # fmt: skip
+        with pytest.raises(UserError, match="features have 16 channels, the transformer takes 32"):
+            engine.start()
+        text.write_bytes(kept)
+        engine.start()
+    vae = dict(random_(WanVae(VAE_22)).state_dict())
+    torch.save(vae, files.part_path(entry.parts["vae"]))
+    with pytest.raises(UserError, match="16 channels and 8 pixels a cell, the file holds"):
+        load_world("tiny", "cpu")
 
 
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)

@@ -277,6 +277,11 @@ class CausalWan(nn.Module):
         Text rows are filled up with zero rows to context_len, which the cross-attention sees.
         """
         config = self.config
+        if rows.shape[-1] != config.context_dim:
+            raise UserError(
+                f"the text or image encoder is of another model: its features have "
+                f"{rows.shape[-1]} channels, the transformer takes {config.context_dim}"
+            )
         rows = rows.to(self.dtype)
         if len(rows) > config.context_len:
             raise UserError(f"at most {config.context_len} context rows, got {len(rows)}")

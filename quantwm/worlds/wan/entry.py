@@ -20,6 +20,7 @@ from quantwm.worlds.wan.loading import load_transformer
 from quantwm.worlds.wan.needs import room, text_encoder_bytes, weights_by_part
 from quantwm.worlds.wan.offload import offload_blocks
 from quantwm.worlds.wan.prompts import PromptEncoder
+from quantwm.worlds.wan.vae import VaeConfig
 from quantwm.worlds.wan.vae_names import load_vae
 from quantwm.worlds.wan.world import WanWorld
 
@@ -113,6 +114,7 @@ def load(
     vae = load_vae(
         files.part_path(entry.parts["vae"]), dtype, device, shares("Loading the autoencoder")
     )
+    _check_vae(entry, vae.config)
     clip = prompts = None
     if "clip" in entry.parts:
         clip = load_clip(
@@ -120,7 +122,8 @@ def load(
         )
     if entry.prompted:
         text, tokenizer = (files.part_path(entry.parts[name]) for name in ("text", "tokenizer"))
-        prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device)
+        width = model.config.context_dim
+        prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device, width)
     kind = world_class(entry.kind)
     return kind(
         entry, model, vae, prompts=prompts, clip=clip, sha256=lambda: files.weights_sha256(entry),
@@ -134,6 +137,16 @@ def _check_size(entry: Entry, layers: int, width: int) -> None:
         raise UserError(
             f"{entry.name} has {entry.config.layers} layers of width {entry.config.width}, the "
             f"file holds {layers} of {width}: choose the other size or another folder"
+        )
+
+
+def _check_vae(entry: Entry, found: VaeConfig) -> None:
+    """The 2.1 and the 2.2 autoencoder have other latents."""
+    has, wanted = ((c.latent_channels, c.stride) for c in (found, entry.vae))
+    if has != wanted:
+        raise UserError(
+            f"{entry.name} wants an autoencoder of {wanted[0]} channels and {wanted[1]} pixels a "
+            f"cell, the file holds one of {has[0]} and {has[1]}: it is of another world"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from quantwm.errors import UserError
 from quantwm.worlds.wan.umt5 import clean_prompt, load_umt5, tokenize
 
 Report = Callable[[str, float], None]
@@ -18,11 +19,12 @@ class PromptEncoder:
     """Encodes a prompt when it changes. The 11 GB encoder is not kept beside the transformer."""
 
     def __init__(
-        self, weights: Path, tokenizer: Path, weight_bytes: int, device: torch.device
+        self, weights: Path, tokenizer: Path, weight_bytes: int, device: torch.device, width: int
     ) -> None:
-        """weight_bytes: of the encoder, to see whether the device has room for it."""
+        """weight_bytes: of the encoder, to see whether the device has room for it. width: of the
+        features that the transformer takes."""
         self.weights, self.tokenizer, self.device = weights, tokenizer, device
-        self.weight_bytes = weight_bytes
+        self.weight_bytes, self.width = weight_bytes, width
         self._newest: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, prompt: str, report: Report = lambda stage, share: None) -> torch.Tensor:
@@ -35,6 +37,11 @@ class PromptEncoder:
                 self.weights, torch.bfloat16, device,
                 lambda done, total: report("Loading the text encoder", done / max(total, 1)),
             )  # fmt: skip
+            if encoder.config.width != self.width:
+                raise UserError(
+                    f"the text encoder is of another model: its features have "
+                    f"{encoder.config.width} channels, the transformer takes {self.width}"
+                )
             report("Reading the prompt", 0.5)
             with torch.inference_mode():
                 features = encoder.encode(ids).to(self.device)
