@@ -21,6 +21,7 @@ from quantwm.errors import UserError
 from quantwm.report import revisit
 from quantwm.report.jobs import JobResult
 from quantwm.report.pool import Task, Workers, WorldSource, reasons, task_of, whole
+from quantwm.report.schedule import Size
 from quantwm.report.together import batches, run_jobs
 from quantwm.report.variants import BEYOND
 from quantwm.worlds.base import World
@@ -53,7 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", help="preset of random weights instead of the shipped ones")
     parser.add_argument("--processes", type=int, help="that share the device; 12 on a GPU")
     parser.add_argument("--together", type=int, default=8, help="rollouts in one pass")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="measure no longer")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--read", type=Path, help="a beyond.json; nothing is measured again")
     parser.add_argument("--docs", type=Path, help="put the tables between this page's markers")
@@ -97,10 +98,13 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         jobs += rollouts.recalls(world, episodes, lanes["motion"])
         # The longest first, so that no process is left with one of them at the end.
         groups = sorted(batches(jobs, options.together), key=_work, reverse=True)
-        tasks: list[Task[Any]] = [task_of(run_jobs, group) for group in groups]
+        deadline = began + options.seconds
+        tasks: list[Task[Any]] = [task_of(run_jobs, group, deadline) for group in groups]
         tasks += [task_of(beyond_study.study_method, files[n], m, n == OWN) for n, m in studies]
+        sizes = [Size(group[0].experiment, _work(group)) for group in groups]
+        sizes += [Size("study", 1.0)] * len(studies)
         _say(f"{len(tasks)} tasks in {processes} processes, {time.time() - began:.0f} s")
-        finished = workers.run(tasks, began + options.seconds, _say)
+        finished = workers.run(tasks, deadline, _say, sizes=sizes)
     for reason in reasons(finished):
         _say(f"failed: {reason}")
     done = whole(finished)

@@ -17,7 +17,7 @@ from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy
 from quantwm.cli import main
 from quantwm.errors import UserError
-from quantwm.report import numbers, results
+from quantwm.report import numbers, running
 from quantwm.report.document import Plot, Sheet, both, compared, judge
 from quantwm.report.html import to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
@@ -131,26 +131,28 @@ def test_processes_that_do_not_start_are_one_line():
 
 
 def test_what_fails_together_is_done_alone(world, monkeypatch):
-    def picky(world, jobs):
+    def picky(world, jobs, deadline):
         if len(jobs) > 1:
             raise UserError("not together")
         return [run_job(world, job) for job in jobs]
 
-    monkeypatch.setattr(results, "run_jobs", picky)
+    monkeypatch.setattr(running, "run_jobs", picky)
     scale = replace(PRESETS["minimal"], recorded_scenes=0)
-    order = results.Order(scale, together=2)
+    order = running.Order(scale, together=2)
     workers = Workers(WorldSource(random_preset="tiny"), [world.device], 1, world)
     jobs = rollout_jobs(world, scale)
     jobs = [replace(j, lanes=("quantwm",), seed=0) for j in jobs if j.experiment == "main"]
-    errors, found, failures = results._run(workers, order, jobs, float("inf"), lambda text: None)
-    assert errors == [] and [r.job for r in found] == jobs and failures == ["not together"]
+    run = running._Run(workers, order, lambda text: None, lambda results: None)
+    found = run.rollouts(jobs)
+    assert found.errors == [] and [r.job for r in found.results] == jobs
+    assert run._failures == ["not together"]
 
 
 def test_the_longest_come_first_and_experiments_take_turns(world):
     job = rollout_jobs(world, PRESETS["minimal"])[0]
     kinds = ("main", "still", "minute")
     groups = [[replace(job, experiment=kind)] for kind in kinds for _ in range(4)]
-    found = [group[0].experiment for group in results._interleaved(groups)]
+    found = [group[0].experiment for group in running.interleaved(groups)]
     assert found[:6] == ["minute"] * 4 + ["main", "still"] and sorted(found) == sorted(kinds * 4)
     assert found[-1] == "still"  # what most tables rest on is through sooner
 

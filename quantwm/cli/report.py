@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -18,8 +19,9 @@ from quantwm.cli.common import (
     table,
 )
 from quantwm.errors import UserError
-from quantwm.report.pool import Workers, WorldSource
-from quantwm.report.results import Order, make_results
+from quantwm.report.pool import START_SECONDS, Workers, WorldSource
+from quantwm.report.results import Results
+from quantwm.report.running import STARTING, Order, make_results
 from quantwm.report.scale import PRESETS
 from quantwm.report.writer import FILES, summary, write_report
 from quantwm.worlds.embedded.adapter import ASSETS
@@ -37,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--small", action="store_true", help="few scenes, for a CPU")
     size.add_argument("--minimal", action="store_true", help="the least that fills every section")
+    parser.add_argument(
+        "--scenes", type=integer(1, 1024), help="instead of the preset's 32, or 2 with --small"
+    )
     parser.add_argument("--truth", type=Path, help="truth episodes; those in assets/ by default")
     parser.add_argument(
         "--random-weights",
@@ -50,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--together", type=integer(1, 64), help="rollouts side by side; 8 on a GPU, 1 on a CPU"
     )
     parser.add_argument(
-        "--seconds", type=integer(1, 86_400), help="begin no rollout after this long"
+        "--seconds",
+        type=integer(1, 86_400),
+        help="measure no longer; what is not through is left out",
     )
     add_device(parser)
     parser.add_argument("--devices", help="several, as in cuda:0,cuda:1, instead of --device")
@@ -58,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run everything and write the files."""
+    began = time.time()
     devices = _devices(arguments)
     preset = "minimal" if arguments.minimal else "small" if arguments.small else "full"
     truth = arguments.truth or (TRUTH if TRUTH.is_dir() else None)
@@ -73,15 +81,31 @@ def run(arguments: argparse.Namespace) -> int:
     together = arguments.together or (TOGETHER if gpu else 1)
     seconds = float("inf") if arguments.seconds is None else float(arguments.seconds)
     names = tuple(map(str, devices))
-    order = Order(PRESETS[preset], truth, processes, names, together, seconds)
+    scale = PRESETS[preset]
+    if arguments.scenes is not None:
+        scale = scale.of_scenes(arguments.scenes)
+    order = Order(scale, truth, processes, names, together, seconds, began)
+
+    def save(results: Results) -> list[Path]:
+        try:
+            return write_report(arguments.out, results, _command(arguments))
+        except OSError as error:
+            raise UserError(
+                f"cannot write to {arguments.out}: {error.strerror or error}"
+            ) from error
+
+    def keep(results: Results) -> None:
+        save(results)
+        about = results.numbers["report"]
+        done = sum(about["rollouts"].values())
+        say(f"{about['seconds']:.0f} s: {done} of {about['rollouts_planned']} rollouts, written")
+
     say(f"loading the world on {', '.join(names)}")
-    with Workers(source, devices, processes) as workers:
-        results = make_results(workers, order, progress)
+    patience = min(START_SECONDS, STARTING * seconds)
+    with Workers(source, devices, processes, patience=patience) as workers:
+        results = make_results(workers, order, progress, keep)
+        paths = save(results)
     progress_done()
-    try:
-        paths = write_report(arguments.out, results, _command(arguments))
-    except OSError as error:
-        raise UserError(f"cannot write to {arguments.out}: {error.strerror or error}") from error
     document = summary(results.numbers)
     say(table([["claim", "here"], *([c["claim"], c["here"]] for c in document["claims"])]))
     emit({**document, "files": [str(path) for path in paths]})
@@ -104,7 +128,7 @@ def _command(arguments: argparse.Namespace) -> str:
     flags += [f"--{name}" for name in ("small", "minimal") if getattr(arguments, name)]
     if arguments.truth is not None:
         flags.append(f"--truth {arguments.truth.name}")
-    for name in ("processes", "together", "seconds", "devices"):
+    for name in ("scenes", "processes", "together", "seconds", "devices"):
         if getattr(arguments, name) is not None:
             flags.append(f"--{name} {getattr(arguments, name)}")
     return " ".join(["python -m quantwm report", *flags])

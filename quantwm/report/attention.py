@@ -8,6 +8,7 @@ chunk after the first, its queries meet the decoded keys of all earlier chunks.
 from __future__ import annotations
 
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,6 +19,7 @@ from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy
 from quantwm.engine import Engine
 from quantwm.report.jobs import Job
+from quantwm.report.schedule import check_time
 from quantwm.report.variants import ALL
 from quantwm.study import compare_reads, relative_error, study_spec
 from quantwm.tensor_files import (
@@ -50,14 +52,17 @@ class LayerErrors:
 
 
 def study_attention(
-    world: World, job: Job, variants: tuple[str, ...]
+    world: World, job: Job, variants: tuple[str, ...], deadline: float = float("inf")
 ) -> dict[str, dict[int, LayerErrors]]:
-    """Variant -> layer -> errors, of one rollout in the BF16 cache."""
-    recorded = _record(world, job)
-    return {name: _study(world, recorded, name) for name in variants}
+    """Variant -> layer -> errors, of one rollout in the BF16 cache.
+
+    deadline: seconds since the epoch, OutOfTime when it has not ended by then.
+    """
+    recorded = _record(world, job, deadline)
+    return {name: _study(world, recorded, name, deadline) for name in variants}
 
 
-def _record(world: World, job: Job) -> RecordedTensors:
+def _record(world: World, job: Job, deadline: float) -> RecordedTensors:
     recorder = TensorRecorder(default_layers(world.spec.cache.layers))
     lanes = [ALL["bf16"].lane(world.spec)]
     with Engine(
@@ -65,6 +70,7 @@ def _record(world: World, job: Job) -> RecordedTensors:
     ) as engine:
         engine.start()
         for action in job.actions:
+            check_time(deadline, time.time())
             engine.step(action)
     with tempfile.TemporaryDirectory(prefix="quantwm-report-") as folder:
         path = Path(folder) / "recorded.safetensors"
@@ -73,7 +79,9 @@ def _record(world: World, job: Job) -> RecordedTensors:
 
 
 @torch.no_grad()
-def _study(world: World, tensors: RecordedTensors, name: str) -> dict[int, LayerErrors]:
+def _study(
+    world: World, tensors: RecordedTensors, name: str, deadline: float
+) -> dict[int, LayerErrors]:
     spec = study_spec(tensors, world.spec.cache.tokens_per_chunk)
     policy = CachePolicy(span_tokens=world.spec.policy.span_tokens)
     cache = KVCache(spec, ALL[name].format(world.spec), policy, device=world.device)
@@ -84,6 +92,7 @@ def _study(world: World, tensors: RecordedTensors, name: str) -> dict[int, Layer
     }
     found: dict[int, list[tuple[float, float, float]]] = {number: [] for number in layers}
     for chunk in range(tensors.shape[1] // size):
+        check_time(deadline, time.time())
         start, stop = chunk * size, (chunk + 1) * size
         cache.begin_chunk(first + chunk * spec.frames_per_chunk, spec.frames_per_chunk)
         for slot, (number, parts) in enumerate(layers.items()):

@@ -94,6 +94,8 @@ def how_line(about: Mapping[str, Any]) -> str:
             "alone but for the rounding of larger products; QTC decides for all together when a "
             "new basis is worth its bytes."
         )
+    if not about.get("complete", True):
+        text += " THE RUN HAD NOT ENDED when this was written: what follows is what it had so far."
     if about["scale"] != "full":
         text += " This is the reduced form of the report: so few scenes decide little."
     if about["rollouts_skipped"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from quantwm.engine import Engine
 from quantwm.engine_types import LaneResult
 from quantwm.metrics import frame_mse, sharpness, ssim_per_frame
 from quantwm.metrics.flicker import change
+from quantwm.report.schedule import check_time
 from quantwm.report.variants import ALL, format_of
 from quantwm.worlds.base import ChunkAction, World
 
@@ -87,8 +89,14 @@ def script(text: str, chunks: int, world: World) -> tuple[ChunkAction, ...]:
     return parse_actions(text, spec.keys, spec.cache.frames_per_chunk)[:chunks]
 
 
-def run_job(world: World, job: Job) -> JobResult:
-    """Run a rollout. Frames live for one chunk, but for those in `keep`."""
+def run_job(
+    world: World, job: Job, deadline: float = float("inf"), enough: int | None = None
+) -> JobResult:
+    """Run a rollout. Frames live for one chunk, but for those in `keep`.
+
+    deadline: seconds since the epoch, OutOfTime then. enough: chunks after which the deadline ends
+    the run instead.
+    """
     names = lanes_of(job)
     watch = {name: Watch(job) for name in names}
     with Engine(
@@ -102,7 +110,11 @@ def run_job(world: World, job: Job) -> JobResult:
         format_of=format_of,
     ) as engine:
         engine.start()
-        for action in job.actions:
+        for done, action in enumerate(job.actions):
+            if enough is None:
+                check_time(deadline, time.time())
+            elif done >= enough and time.time() >= deadline:
+                break
             block = engine.step(action)
             frames = {lane.name: lane.frames for lane in block.lanes}
             before = watch[REFERENCE].last

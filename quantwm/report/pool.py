@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +18,22 @@ from typing import Any, TypeVar
 import torch
 
 from quantwm.errors import UserError
+from quantwm.report.schedule import OutOfTime, Schedule, Size, unknown
 from quantwm.worlds.base import World
 from quantwm.worlds.registry import load_world
 
 T = TypeVar("T")
 Task = Callable[[World], T]
 """Something to do with the loaded world; picklable where several processes work."""
+
+
+START_SECONDS = 300.0
+"""The slowest start of a worker that is waited for: a cold machine reads PyTorch from its disk."""
+GRACE = 4.0
+"""Seconds after the deadline in which a worker ends by itself: it looks at the clock after each
+chunk of a lane, 0.1 s on a GPU and up to 2 s on a busy CPU."""
+LONGEST_WAIT = 3600.0
+"""Seconds between two looks at the clock where there is no deadline: waiting takes no infinity."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +71,22 @@ class Workers:
         devices: Sequence[torch.device],
         processes: int,
         world: World | None = None,
+        patience: float = START_SECONDS,
     ) -> None:
         """devices: which the processes are spread over. world: what the source gives on the first
-        of them, where it is loaded already."""
+        of them, where it is loaded already. patience: seconds that `ready` waits."""
         self._source, self._devices, self._processes = source, tuple(devices), processes
         self._world = world
         self._pool: ProcessPoolExecutor | None = None
-        self._starting: list[Future[None]] = []
+        self._starting: list[Future[bool]] = []
+        self._ids: Any = ()
         if processes > 1 or len(self._devices) > 1:
             context = multiprocessing.get_context("spawn")
             started, ready = context.Value("i", 0), context.Barrier(processes)
-            told = (source, self._devices, started, ready)
+            self._ids = context.Array("i", processes)
+            told = (source, self._devices, started, ready, self._ids)
             self._pool = ProcessPoolExecutor(processes, context, _open, told)
-            self._starting = [self._pool.submit(_wait) for _ in range(processes)]
+            self._starting = [self._pool.submit(_wait, patience) for _ in range(processes)]
 
     def __enter__(self) -> Workers:
         return self
@@ -92,16 +107,17 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def ready(self) -> None:
+    def ready(self) -> bool:
         """Return once every process has its world: from then on the device is quiet.
+
+        False when some of them still load theirs after `patience` seconds.
 
         Raises:
             UserError: one of them ended, for example because the device's memory is full.
         """
         try:
-            for waiting in self._starting:
-                waiting.result()
-        except (BrokenProcessPool, threading.BrokenBarrierError) as error:
+            return all(waiting.result() for waiting in self._starting)
+        except BrokenProcessPool as error:
             raise UserError(
                 f"{self._processes} processes do not all start on "
                 f"{', '.join(map(str, self._devices))}; their own lines above say why, fewer "
@@ -109,42 +125,81 @@ class Workers:
             ) from error
 
     def run(
-        self, tasks: Sequence[Task[T]], deadline: float, report: Callable[[str], None]
-    ) -> list[T | Failure | None]:
-        """Results in the order of the tasks; None for those that had not begun by the deadline.
-
-        A task that fails leaves a Failure in its place, so that one lane's mistake does not cost
-        the others' minutes. What processes that ended left undone is done in this one.
-
-        deadline: seconds since the epoch; infinity for none.
-        """
-        results: dict[int, T | Failure | None] = {}
-        if self._pool is not None:
-            results = self._shared_out(self._pool, tasks, deadline, report)
-        for place, task in enumerate(tasks):
-            if place not in results:
-                results[place] = _in_time(task, self.world, deadline)
-                report(f"{len(results)}/{len(tasks)}")
-        return [results[place] for place in range(len(tasks))]
-
-    def _shared_out(
         self,
-        pool: ProcessPoolExecutor,
         tasks: Sequence[Task[T]],
         deadline: float,
         report: Callable[[str], None],
-    ) -> dict[int, T | Failure | None]:
-        """What the processes made of the tasks, by their place; all of it unless one ended."""
+        *,
+        sizes: Sequence[Size] = (),
+        pace: float = 0.0,
+        seen: Callable[[Mapping[int, T | Failure | None]], None] = lambda results: None,
+    ) -> list[T | Failure | None]:
+        """Results in the order of the tasks; None for those that had not ended by the deadline.
+
+        A task that fails leaves a Failure in its place, so that one lane's mistake does not cost
+        the others' minutes. What processes that ended left undone is done in this one. Processes
+        that do not heed the deadline are stopped GRACE seconds after it.
+
+        deadline: seconds since the epoch; infinity for none. sizes, pace: what the tasks are
+        reckoned to take, `Schedule`. seen: told all results after each.
+        """
+        schedule = Schedule(sizes or unknown(len(tasks)), deadline, pace)
         results: dict[int, T | Failure | None] = {}
+
+        def note(place: int, result: T | Failure | None, began: float) -> None:
+            results[place] = result
+            if result is not None and not isinstance(result, Failure):
+                schedule.ended(place, time.time() - began)
+            report(f"{len(results)}/{len(tasks)}")
+            seen(results)
+
+        if self._pool is not None:
+            self._share_out(self._pool, tasks, schedule, note, report)
+        while (place := schedule.next(began := time.time())) is not None:
+            note(place, _in_time(tasks[place], self.world, deadline), began)
+        return [results.get(place) for place in range(len(tasks))]
+
+    def _share_out(
+        self,
+        pool: ProcessPoolExecutor,
+        tasks: Sequence[Task[T]],
+        schedule: Schedule,
+        note: Callable[[int, T | Failure | None, float], None],
+        report: Callable[[str], None],
+    ) -> None:
+        """Have the processes do the tasks, one each at a time; all of them unless one ends."""
+        running: dict[Future[T | Failure | None], tuple[int, float]] = {}
         try:
-            waiting = {pool.submit(_run, task, deadline): i for i, task in enumerate(tasks)}
-            for done in as_completed(waiting):
-                results[waiting[done]] = done.result()
-                report(f"{len(results)}/{len(tasks)}")
+            while True:
+                while len(running) < self._processes:
+                    if (place := schedule.next(now := time.time())) is None:
+                        break
+                    running[pool.submit(_run, tasks[place], schedule.deadline)] = place, now
+                if not running:
+                    return
+                left = max(schedule.deadline + GRACE - time.time(), 0.0)
+                ended, _ = wait(running, min(left, LONGEST_WAIT), FIRST_COMPLETED)
+                if not ended and time.time() >= schedule.deadline + GRACE:
+                    self._stop()
+                    return
+                for future in ended:
+                    place, began = running[future]
+                    note(place, future.result(), began)
+                    del running[future]
         except BrokenProcessPool:
             self._pool = None
+            for place, _ in running.values():
+                schedule.again(place)
             report("a process ended; this one does the rest")
-        return results
+
+    def _stop(self) -> None:
+        """End the processes where they are: the report does not wait for them."""
+        for number in self._ids:
+            if number:
+                os.kill(number, signal.SIGTERM)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool = None
 
 
 def run_tasks(
@@ -175,12 +230,11 @@ def _in_time(task: Task[T], world: World, deadline: float) -> T | Failure | None
         return None
     try:
         return task(world)
+    except OutOfTime:
+        return None
     except (UserError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
         return Failure(" ".join(str(error).split())[:300])
 
-
-START_SECONDS = 300.0
-"""The slowest start of a worker that is waited for: a cold machine reads PyTorch from its disk."""
 
 _world: World | None = None
 """Of a worker process: loaded once, before its first task."""
@@ -188,19 +242,31 @@ _ready: Any = None
 """Where a worker waits for the others."""
 
 
-def _open(source: WorldSource, devices: Sequence[torch.device], started: Any, ready: Any) -> None:
+def _open(
+    source: WorldSource, devices: Sequence[torch.device], started: Any, ready: Any, ids: Any
+) -> None:
     global _world, _ready
     torch.set_num_threads(1)
     with started.get_lock():
         number, started.value = started.value, started.value + 1
+    ids[number] = os.getpid()
     device = devices[number % len(devices)]
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels and graphs are launched on the current one
+    make_current(device)
     _world, _ready = source.load(device), ready
 
 
-def _wait() -> None:
-    _ready.wait(START_SECONDS)
+def make_current(device: torch.device) -> None:
+    """Kernels and graphs are launched on the current CUDA device; "cuda" alone is the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # it takes no device without an index
+
+
+def _wait(patience: float) -> bool:
+    try:
+        _ready.wait(patience)
+    except threading.BrokenBarrierError:
+        return False
+    return True
 
 
 def _run(task: Task[T], deadline: float) -> T | Failure | None:

@@ -1,31 +1,22 @@
-"""Runs everything that the report needs and reduces it to one JSON document and some pictures."""
+"""Reduces rollouts and recordings to the report's one JSON document and some pictures."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from quantwm.cache import dispatch
-from quantwm.describe import hardware, versions
-from quantwm.report import numbers, plan, revisit
-from quantwm.report.attention import LayerErrors, study_attention
-from quantwm.report.jobs import REFERENCE, Job, JobResult, run_job
+from quantwm.evaluation.episodes import Episode
+from quantwm.report import numbers, revisit
+from quantwm.report.attention import LayerErrors
+from quantwm.report.jobs import REFERENCE, JobResult
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
-from quantwm.report.pool import Failure, Task, Workers, reasons, task_of, whole
-from quantwm.report.scale import SCRIPTS, Scale
-from quantwm.report.together import batches, run_jobs
-from quantwm.report.variants import ABLATION, ALL, LANES, METHODS, ROLES, SWEEPS, known
+from quantwm.report.variants import ABLATION, ALL, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
 
 Document = dict[str, Any]
-
-SOONER = {"main": 0.6, "short": 0.6}
-LONGEST = ("minute",)
 
 
 @dataclass(frozen=True)
@@ -36,45 +27,26 @@ class Results:
     pictures: Mapping[str, Sequence[tuple[str, np.ndarray]]]
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the report is told.
+@dataclass
+class Found:
+    """What a run has so far. errors: of each recording; results: in the plan's order."""
 
-    Attributes:
-        truth: folder of truth episodes, None without. processes: that share the devices, all of
-        whose names are in `devices`.
-        together: rollouts of one kind that a process runs side by side.
-        seconds: after which no further rollout begins; infinity for no limit.
-    """
-
-    scale: Scale
-    truth: Path | None = None
-    processes: int = 1
-    devices: tuple[str, ...] = ()
-    together: int = 1
-    seconds: float = float("inf")
+    latency: JobResult | None
+    errors: Sequence[Mapping[str, Mapping[int, LayerErrors]]]
+    results: Sequence[JobResult]
 
 
-def make_results(workers: Workers, order: Order, report: Callable[[str], None]) -> Results:
-    """Run it all. report: told about progress, one line at a time."""
-    began = time.time()
-    scale, world = order.scale, workers.world
-    report("starting processes")
-    workers.ready()
-    report("latency")
-    latency = run_job(world, plan.latency_job(world, scale))
-    episodes = revisit.load_tasks(order.truth, scale, world)
-    rollouts = plan.rollout_jobs(world, scale)
-    rollouts += revisit.revisit_jobs(world, episodes, plan.few_of(scale))
-    errors, results, failures = _run(workers, order, rollouts, began + order.seconds, report)
+def results_of(world: World, about: Document, found: Found, episodes: Sequence[Episode]) -> Results:
+    """The document and the pictures. about: of the run, `running.about`."""
+    results = found.results
     document = {
-        "report": _about(world, order, results, len(rollouts), began),
-        "attention": _attention(errors),
+        "report": about,
+        "attention": _attention(found.errors),
         "fidelity": _fidelity(results, world.spec.fps),
         "roles": _short(results, ROLES, "qvg"),
         "ablation": _short(results, ABLATION, "quantwm"),
         "sweep": _sweep(results),
-        "latency": _latency(latency),
+        "latency": {} if found.latency is None else _latency(found.latency),
         "flicker": {name: _flicker(results, name) for name in ("still", "turn")},
         "minute": _minute(results, world.spec.fps),
         "revisit": revisit.recall(
@@ -82,96 +54,7 @@ def make_results(workers: Workers, order: Order, report: Callable[[str], None]) 
         ),
         "resolutions": [list(size) for size in (world.spec.video_size, *world.spec.resolutions)],
     }
-    document["report"] |= {"seconds": round(time.time() - began, 1), "failures": failures}
     return Results(document, _pictures(results))
-
-
-def _run(
-    workers: Workers,
-    order: Order,
-    rollouts: Sequence[Job],
-    deadline: float,
-    report: Callable[[str], None],
-) -> tuple[list[dict[str, dict[int, LayerErrors]]], list[JobResult], list[str]]:
-    """Studies of recordings, results of rollouts in the plan's order, and reasons of failures."""
-    recordings = plan.recording_jobs(workers.world, order.scale)
-    studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
-    groups = _interleaved(batches(rollouts, order.together))
-    longest = sum(group[0].experiment in LONGEST for group in groups)  # which come first
-    tasks: list[tuple[list[Job], Task[Any]]] = [(g, task_of(run_jobs, g)) for g in groups]
-    tasks[longest:longest] = [([], task_of(study_attention, job, studied)) for job in recordings]
-    done = workers.run([task for _, task in tasks], deadline, report)
-    found = list(zip((group for group, _ in tasks), done, strict=True))
-    # What fails together may do alone: one scene's mistake must not cost the others.
-    broken = [group for group, one in found if len(group) > 1 and isinstance(one, Failure)]
-    singles = [[job] for group in broken for job in group]
-    again = workers.run([task_of(run_jobs, job) for job in singles], deadline, report)
-    found += zip(singles, again, strict=True)
-    places = {(job.experiment, job.label): place for place, job in enumerate(rollouts)}
-    kept = zip((group for group, _ in found), whole([one for _, one in found]), strict=True)
-    errors: list[Any] = []
-    results: list[JobResult] = []
-    for group, one in kept:
-        if one is not None and group:
-            results.extend(one)
-        elif one is not None:
-            errors.append(one)
-    results.sort(key=lambda r: places[r.job.experiment, r.job.label])
-    return errors, results, reasons([*done, *again])
-
-
-def _interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:
-    """Experiments taking turns, so that a limit on time takes scenes from all and not one whole.
-
-    The longest come first, or all would wait for them at the end. Those that most tables rest on
-    come sooner: they are through after 60% of the time.
-    """
-    by_experiment: dict[str, list[list[Job]]] = {}
-    for group in groups:
-        by_experiment.setdefault(group[0].experiment, []).append(group)
-    turns = [
-        (
-            experiment not in LONGEST,
-            place / len(several) * SOONER.get(experiment, 1.0),
-            order,
-            group,
-        )
-        for order, (experiment, several) in enumerate(by_experiment.items())
-        for place, group in enumerate(several)
-    ]
-    return [turn[-1] for turn in sorted(turns, key=lambda turn: turn[:3])]
-
-
-def _about(
-    world: World, order: Order, results: Sequence[JobResult], planned: int, began: float
-) -> Document:
-    spec = world.spec
-    counts: dict[str, int] = {}
-    for result in results:
-        counts[result.job.experiment] = counts.get(result.job.experiment, 0) + 1
-    return {
-        "scale": order.scale.name,
-        "world": spec.name,
-        "title": spec.title,
-        "weights_sha256": world.weights_sha256(),
-        "steps": spec.default_steps[world.device.type],
-        "device": str(world.device),
-        "hardware": hardware(world.device),
-        "versions": versions(),
-        "kernels": dispatch.explain(world.device),
-        "dtype": str(world.dtype).removeprefix("torch."),
-        "policy": asdict(spec.policy),
-        "fps": spec.fps,
-        "scripts": list(SCRIPTS),
-        "rollouts": counts,
-        "rollouts_planned": planned,
-        "rollouts_skipped": planned - len(results),
-        "processes": order.processes,
-        "devices": list(order.devices),
-        "together": order.together,
-        "missing": [v.title for v in ALL.values() if not v.known],
-        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(began)),
-    }
 
 
 def _attention(recordings: Sequence[Mapping[str, Mapping[int, LayerErrors]]]) -> Document:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SCRIPTS = (
     "w-16, right-24, w-16, left-24, w-8",
@@ -52,6 +52,26 @@ class Scale:
     revisit_kinds: tuple[str, ...] = ("turn", "back")
     few: tuple[str, ...] = ()
 
+    @property
+    def units(self) -> int:
+        """Scenes of the report: start scenes times seeds times walks."""
+        return self.scenes * self.seeds * self.scripts
+
+    def of_scenes(self, wanted: int) -> Scale:
+        """With that many scenes, and as much fewer or more of what runs on some of them only.
+
+        Fewer than the preset's are as many start scenes as possible, each with one seed and walk.
+        """
+        share = wanted / self.units
+        some = {name: max(1, round(getattr(self, name) * share)) for name in PARTS}
+        own = self.seeds * self.scripts
+        if wanted >= self.units and wanted % own == 0:
+            return replace(self, scenes=wanted // own, **some)
+        return replace(self, scenes=wanted, seeds=1, scripts=1, **some)
+
+
+PARTS = ("sweep_scenes", "flicker_scenes", "recorded_scenes", "minute_scenes", "revisits")
+"""Of a scale, what runs on some of the scenes."""
 
 PRESETS = {
     "full": Scale(
@@ -61,8 +81,8 @@ PRESETS = {
         contact_sheets=2,
     ),
     "small": Scale(
-        name="small", scenes=2, seeds=1, scripts=1, chunks=4, taught=2, short_chunks=2,
-        sweep_scenes=1, sweep_chunks=1, flicker_scenes=1, flicker_chunks=3, recorded_scenes=1,
+        name="small", scenes=2, seeds=1, scripts=1, chunks=5, taught=2, short_chunks=2,
+        sweep_scenes=1, sweep_chunks=2, flicker_scenes=1, flicker_chunks=3, recorded_scenes=1,
         recorded_chunks=4, minute_scenes=1, minute_chunks=6, revisits=1, timed_chunks=2,
         contact_sheets=1, revisit_kinds=("turn",), few=("qvg", "quantwm"),
     ),

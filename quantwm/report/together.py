@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -26,6 +27,7 @@ from quantwm.report.jobs import (
     result_of,
     run_job,
 )
+from quantwm.report.schedule import check_time
 from quantwm.report.variants import ALL, format_of
 from quantwm.worlds.base import ChunkAction, LaneState, World
 
@@ -48,18 +50,21 @@ def batches(jobs: Sequence[Job], size: int) -> list[list[Job]]:
     return found
 
 
-def run_jobs(world: World, jobs: Sequence[Job]) -> list[JobResult]:
-    """Results of jobs of one batch; one after the other where the world runs one session."""
+def run_jobs(world: World, jobs: Sequence[Job], deadline: float = float("inf")) -> list[JobResult]:
+    """Results of jobs of one batch; one after the other where the world runs one session.
+
+    deadline: seconds since the epoch, OutOfTime when they have not ended by then.
+    """
     if len(jobs) == 1 or not hasattr(world, "together"):
-        return [run_job(world, job) for job in jobs]
-    return _Rollouts(world, jobs).run()
+        return [run_job(world, job, deadline) for job in jobs]
+    return _Rollouts(world, jobs, deadline).run()
 
 
 class _Rollouts:
     """Jobs of one batch, in lock-step lanes as `Engine` runs them, with a cache for all a lane."""
 
-    def __init__(self, world: Any, jobs: Sequence[Job]) -> None:
-        self._world, self._jobs = world, jobs
+    def __init__(self, world: Any, jobs: Sequence[Job], deadline: float) -> None:
+        self._world, self._jobs, self._deadline = world, jobs, deadline
         self._sessions = world.together(len(jobs))
         self._steps = steps_for(world, None)
         self._workspace = Workspace()
@@ -72,6 +77,7 @@ class _Rollouts:
             for j in self._jobs
         ]
         for lane in self._lanes.values():
+            check_time(self._deadline, time.time())
             self._sessions.prefill(lane, starts)
         for index in range(max(len(job.actions) for job in self._jobs)):
             self._step(index)
@@ -105,6 +111,7 @@ class _Rollouts:
         frames: dict[str, np.ndarray] = {}
         latents: dict[str, torch.Tensor] = {}
         for name, lane in self._lanes.items():
+            check_time(self._deadline, time.time())
             latents[name] = sessions.generate_chunk(lane, actions, noise, self._steps)
             if not bool(torch.isfinite(latents[name]).all()):
                 raise UserError(

@@ -146,7 +146,10 @@ def cost(numbers: Mapping[str, Any]) -> Section:
                 theirs if name == "quantwm" else "-",
             ]
         )
-    section.tables.append(Table("Latency (Table 6)", rows))
+    if len(rows) > 1:
+        section.tables.append(Table("Latency (Table 6)", rows))
+    else:
+        section.text.append("Latency was not measured: the processes took too long to start.")
     section.tables.append(_sweep_table(numbers["sweep"]))
     section.verdicts += _cost_verdicts(numbers)
     return section

@@ -1,0 +1,133 @@
+"""The report's seconds are a promise: what is left out, who is stopped, what is left of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from quantwm.cli import main
+from quantwm.report import pool, running
+from quantwm.report.jobs import Job, run_job, script
+from quantwm.report.plan import latency_job
+from quantwm.report.pool import Workers, WorldSource, make_current, task_of
+from quantwm.report.scale import PRESETS
+from quantwm.report.schedule import OutOfTime, Schedule, Size
+from quantwm.report.together import run_jobs
+from quantwm.report.writer import write_report
+from quantwm.worlds.embedded.adapter import EmbeddedWorld
+
+SOURCE = WorldSource(random_preset="tiny")
+
+
+@pytest.fixture(scope="module")
+def world() -> EmbeddedWorld:
+    return EmbeddedWorld.random("tiny")
+
+
+def quiet(_: object) -> None:
+    pass
+
+
+def test_what_would_not_end_in_time_is_passed_over():
+    sizes = [Size("long", 100), Size("short", 10), Size("short", 10), Size("other", 5)]
+    schedule = Schedule(sizes, deadline=100.0, pace=1.0)
+    assert schedule.next(0.0) == 1  # 100 pieces of a second each do not fit with the margin
+    schedule.ended(1, 40.0)
+    assert schedule.next(40.0) == 2  # measured: 4 s a piece
+    schedule.again(2)
+    assert schedule.next(55.0) == 3  # 48 s no longer fit, 24 s do
+    assert schedule.next(55.0) == 2  # nothing fits: the smallest may be lucky in 45 s
+    schedule.again(2)
+    assert schedule.next(81.0) is None and schedule.next(100.0) is None
+
+
+def test_a_pace_that_nothing_confirms_does_not_keep_everything_waiting():
+    schedule = Schedule([Size("a", 9), Size("b", 4)], deadline=10.0, pace=100.0)
+    assert schedule.next(0.0) == 1
+
+
+def test_without_a_deadline_tasks_keep_their_order():
+    schedule = Schedule([Size("a", 9), Size("b", 4)], deadline=float("inf"))
+    assert [schedule.next(0.0), schedule.next(0.0), schedule.next(0.0)] == [0, 1, None]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rollouts_stop_at_the_deadline(world, count):
+    jobs = [Job("main", str(i), None, 3, script("w-8", 2, world), ("qvg",)) for i in range(count)]
+    with pytest.raises(OutOfTime):
+        run_jobs(world, jobs, deadline=0.0)
+
+
+def test_the_latency_run_ends_early_but_has_its_chunks(world):
+    job = latency_job(world, PRESETS["full"])
+    found = run_job(world, job, 0.0, running.TIMED)
+    assert len(job.actions) == 24 and len(found.series["qtc"].ms) == running.TIMED
+
+
+def _sleep(world) -> None:
+    time.sleep(600)
+
+
+def _seven(world) -> int:
+    return 7
+
+
+def test_processes_that_do_not_heed_the_deadline_are_stopped(world, monkeypatch):
+    monkeypatch.setattr(pool, "GRACE", 0.2)
+    with Workers(SOURCE, [world.device], 2, world) as workers:
+        assert workers.ready()
+        began = time.time()
+        found = workers.run([task_of(_sleep), task_of(_seven)], began + 0.5, quiet)
+        assert found == [None, 7] and time.time() - began < 60
+        assert workers.run([task_of(_seven)], float("inf"), quiet) == [7]  # in this process
+
+
+def test_a_device_without_a_number_is_the_first(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: chosen.append(torch.cuda._utils._get_device_index(d))
+    )
+    for name in ("cuda", "cuda:1", "cpu"):
+        make_current(torch.device(name))
+    assert chosen == [0, 1]
+
+
+def test_a_run_that_is_ended_leaves_what_it_has(world, monkeypatch, tmp_path):
+    class Ended(Exception):
+        pass
+
+    def save(results) -> None:
+        write_report(tmp_path, results, "command")
+        if results.numbers["report"]["rollouts"].get("short"):
+            raise Ended
+
+    monkeypatch.setattr(running, "SAVING", 0.0)
+    monkeypatch.setattr(running, "WRITING", 0.0)
+    order = running.Order(PRESETS["minimal"])
+    with pytest.raises(Ended):
+        running.make_results(Workers(SOURCE, [world.device], 1, world), order, quiet, save)
+    about = json.loads((tmp_path / "results.json").read_text())["report"]
+    assert not about["complete"] and about["rollouts"]["short"] == 1
+    assert about["rollouts_skipped"] == about["rollouts_planned"] - sum(about["rollouts"].values())
+    assert "THE RUN HAD NOT ENDED" in (tmp_path / "evidence.md").read_text()
+
+
+def test_a_report_of_no_time_at_all_is_written(tmp_path, capsys):
+    out = tmp_path / "report"
+    flags = ["--random-weights", "--device", "cpu", "--seconds", "1", "--scenes", "3"]
+    assert main(["report", "--out", str(out), *flags]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    about = json.loads((out / "results.json").read_text())["report"]
+    assert about["complete"] and about["scenes"] == 3 and about["seconds"] < 60
+    assert about["rollouts_skipped"] > 0 and document["seconds"] == about["seconds"]
+
+
+@pytest.mark.parametrize(("wanted", "units"), [(1, 1), (8, 8), (32, 32), (64, 64), (13, 13)])
+def test_a_scale_of_so_many_scenes(wanted, units):
+    scale = PRESETS["full"].of_scenes(wanted)
+    assert scale.units == units
+    assert scale.minute_scenes == max(1, round(wanted / 4))
+    assert (PRESETS["full"] == scale) == (wanted == 32)
