@@ -217,6 +217,18 @@ def test_no_network_is_one_line(tiny: str, client: str, monkeypatch: pytest.Monk
         registry.download_world("tiny", agreed=True)
 
 
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+def test_memory_that_ends_while_loading_is_one_line(tiny: str, monkeypatch) -> None:
+    def full(*given: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as small:
+        small.setattr("quantwm.worlds.wan.entry.load_clip", full)
+        with pytest.raises(UserError, match="does not fit into the memory .*--offload blocks"):
+            load_world("tiny", "cpu")
+    assert load_world("tiny", "cpu").weight_bytes() > 0
+
+
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_parts_of_another_world_are_one_line(tiny: str) -> None:
     """Each is a whole and honest file by itself."""

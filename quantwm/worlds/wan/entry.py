@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from quantwm.cache.remedy import is_out_of_memory
 from quantwm.errors import UserError
 from quantwm.worlds.base import Scene, Script, World, WorldSpec
 from quantwm.worlds.registry import Placement, Presence, Progress
@@ -80,7 +81,16 @@ class WanModule:
                 if needed.total(("quantwm",), offload=True) > capacity:
                     require_room(self.entry.name, ("quantwm",), device, offload=True)
                 placement = replace(placement, offload="blocks")
-        return load(self.entry, device, progress, placement)
+        try:
+            return load(self.entry, device, progress, placement)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            title = self.entry.title.partition(":")[0]
+            raise UserError(
+                f"{title} does not fit into the memory that is free on {device}: end what else "
+                "runs there, or keep the transformer's blocks on the CPU (--offload blocks)"
+            ) from None
 
 
 def load(
