@@ -224,7 +224,7 @@ def test_memory_that_ends_while_loading_is_one_line(tiny: str, monkeypatch) -> N
 
     with monkeypatch.context() as small:
         small.setattr("quantwm.worlds.wan.entry.load_clip", full)
-        with pytest.raises(UserError, match="does not fit into the memory .*--offload blocks"):
+        with pytest.raises(UserError, match=r"does not fit into the memory .*--offload blocks"):
             load_world("tiny", "cpu")
     assert load_world("tiny", "cpu").weight_bytes() > 0
 
