@@ -183,3 +183,9 @@ def test_command_line_ends_with_one_json_document(capsys: pytest.CaptureFixture[
     assert [set(one) for one in document["families"]] == [
         {"family", "ok", "max_abs", "max_rel", "worst"}
     ] * 2
+    for listed in (["umt5", "actions_matrix_game2"], ["umt5,actions_matrix_game2"]):
+        assert main(["check-golden", "--families", *listed, str(GOLDENS)]) == 0
+        again = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+        assert again == document
+    assert main(["check-golden"]) == 2
+    assert "give the folder" in capsys.readouterr().err

@@ -6,20 +6,27 @@ import argparse
 from pathlib import Path
 
 from quantwm.cli.common import emit, names, say
+from quantwm.errors import UserError
 from quantwm.goldens import FamilyResult, check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `check-golden`."""
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of golden files")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="folder of golden files")
     parser.add_argument(
-        "--families", type=names, default=None, metavar="A,B", help="only these; all without"
+        "--families", nargs="+", metavar="A,B", help="only these, with commas or blanks; or all"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Check and print; exit status 1 when a family is not ok."""
-    document = check_folder(arguments.folder, arguments.families, _report)
+    folder, given = arguments.folder, arguments.families
+    if folder is None and given is not None and len(given) > 1:
+        folder, given = given[-1], given[:-1]  # "--families A B DIR"
+    if folder is None:
+        raise UserError("give the folder that holds the golden files")
+    families = None if given is None else [name for text in given for name in names(text)]
+    document = check_folder(Path(folder), families, _report)
     emit(document)
     return 0 if document["ok"] else 1
 
