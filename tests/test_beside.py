@@ -22,6 +22,13 @@ class Streams:
     def join(self) -> None:
         self.log.append("join")
 
+    def mark(self) -> int:
+        self.log.append("mark")
+        return self.log.count("mark")
+
+    def wait(self, mark: int) -> None:
+        self.log.append(f"wait {mark}")
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         self.log.append("beside")
@@ -93,7 +100,6 @@ def test_a_chunk_that_is_forgotten_is_joined(streams: Streams) -> None:
 
 def test_a_failure_leaves_the_stream(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache("qvg")
-    _chunk(cache)
     state = cache._generator.get_state()
 
     def fails(*_: object) -> None:

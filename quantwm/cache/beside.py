@@ -26,6 +26,14 @@ class Streams:
         """What the model launches from here on comes after all that was launched beside it."""
         torch.cuda.current_stream(self._beside.device).wait_stream(self._beside)
 
+    def mark(self) -> torch.cuda.Event:
+        """What was launched beside the model so far, for `wait`."""
+        return self._beside.record_event()
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        """As `join`, after what `mark` stands for only."""
+        torch.cuda.current_stream(self._beside.device).wait_event(mark)
+
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Launches inside come after all that the model has launched, and on the other stream.
@@ -70,7 +78,7 @@ class Staging:
     """
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.streams = streams
         self._pair: Tensor | None = None
         self._queries: Tensor | None = None
 
@@ -79,7 +87,7 @@ class Staging:
         self, k: Tensor, v: Tensor, q: Tensor | None
     ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """The same in memory of their own, keys and values in BF16, to be encoded inside."""
-        self._streams.join()
+        self.streams.join()
         heads, tokens, head_dim = k.shape
         shape = (2 * heads, tokens, head_dim)
         if self._pair is None or self._pair.shape != shape:
@@ -87,7 +95,7 @@ class Staging:
         keys, values = self._pair.chunk(2)
         ops_for(k.device).copy_pair(keys, values, 0, k, v)
         queries = None if q is None else self._held_queries(q)
-        with self._streams.beside():
+        with self.streams.beside():
             yield keys, values, queries
 
     def _held_queries(self, q: Tensor) -> Tensor:
@@ -95,9 +103,6 @@ class Staging:
         if held is None or held.shape != q.shape or held.dtype != q.dtype:
             self._queries = held = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         return held.copy_(q)
-
-    def join(self) -> None:
-        self._streams.join()
 
 
 def adjacent(k: Tensor, v: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -45,12 +45,14 @@ def _check_shape(spec: CacheSpec, layer: int, name: str, x: Tensor, tokens: int 
         )
 
 
-def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool) -> None:
+def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool, batched: bool = False) -> None:
     """UserError when a tensor holds NaN or infinity; on CUDA the extremes are kept for later.
 
-    Reading them stops the CUDA stream, so one layer's check must not cost one.
+    Reading them stops the CUDA stream, so one layer's check must not cost one. batched: of keys
+    and values on CUDA `keep_extremes` is to follow.
     """
-    checked = [("keys", write.k), ("values", write.v)]
+    later = batched and write.k.is_cuda
+    checked = [] if later else [("keys", write.k), ("values", write.v)]
     if queries and write.q is not None:
         checked.append(("queries", write.q))
     for role, tensor in checked:
@@ -60,6 +62,18 @@ def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool) -> None:
             chunk.extremes.append((name, *torch.aminmax(tensor)))
         elif not torch.isfinite(tensor).all():
             raise UserError(_not_finite(name))
+
+
+def keep_extremes(
+    chunk: OpenChunk, spec: CacheSpec, slots: Sequence[int], k: Tensor, v: Tensor
+) -> None:
+    """The extremes of many slots' keys and values, for later. k, v: [slots, H, N, D]."""
+    for role, tensor in (("keys", k), ("values", v)):
+        lows, highs = torch.aminmax(tensor.flatten(1), dim=1)
+        for slot, low, high in zip(slots, lows.unbind(), highs.unbind(), strict=True):
+            stream, layer = divmod(slot, spec.layers)
+            name = f"layer {layer} {role} (stream {spec.streams[stream]})"
+            chunk.extremes.append((name, low, high))
 
 
 def flags(chunk: OpenChunk) -> list[Tensor]:
@@ -82,7 +96,8 @@ def _not_finite(name: str) -> str:
 
 
 def check_complete(spec: CacheSpec, chunk: OpenChunk) -> None:
-    missing = sorted(set(range(spec.layers * len(spec.streams))) - set(chunk.writes))
+    slots = range(spec.layers * len(spec.streams))
+    missing = [slot for slot in slots if not chunk.written(slot)]
     if missing:
         raise RuntimeError(
             f"finalize_chunk before the clean pass of {_names(spec, missing)}; "

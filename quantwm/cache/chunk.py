@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quantwm.cache.batch import Batch
 from quantwm.cache.beside import Staging, adjacent
 from quantwm.cache.codebook import Codebook
 from quantwm.cache.codebook_life import outliving
@@ -92,6 +93,8 @@ class OpenChunk:
         guide: how it is encoded; made from past queries when the first layer is written.
         writes: by slot.
         staging: where layers lie while they are encoded beside the model; None where they are not.
+        batch: of slots that are encoded together, those that wait among them; None where each is
+            encoded by itself.
         extremes: (name, least, largest) of every CUDA write, on the device, read at the end.
     """
 
@@ -104,6 +107,7 @@ class OpenChunk:
     guide: ChunkGuide | None = None
     writes: dict[int, PendingWrite] = field(default_factory=dict)
     staging: Staging | None = None
+    batch: Batch | None = None
     extremes: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
 
     @property
@@ -112,9 +116,16 @@ class OpenChunk:
 
     def join(self) -> None:
         """The model's stream waits for what was encoded beside it."""
-        if self.staging is not None:
-            self.staging.join()
-            self.staging = None
+        known = self.batch if self.staging is None else self.staging
+        if known is not None:
+            known.streams.join()
+        self.staging = None
+        if self.batch is not None and not self.batch.waiting:
+            self.batch = None
+
+    def written(self, slot: int) -> bool:
+        """Whether the slot's clean pass was."""
+        return slot in self.writes or (self.batch is not None and slot in self.batch.waiting)
 
     def positions(self, tokens_per_frame: int) -> TokenPositions:
         return TokenPositions(self.first_frame * tokens_per_frame, self.tokens)
@@ -122,6 +133,7 @@ class OpenChunk:
     def pending(self, fmt: Format[Any]) -> list[Tensor]:
         """Every tensor that waits for finalize_chunk; fmt: that of what is not sink."""
         held = [tensor for write in self.writes.values() for tensor in write.tensors(fmt)]
+        held += [] if self.batch is None else self.batch.tensors()
         if self.guide is None:
             return held
         return [*held, *self.guide.statistics(), *self.guide.places(), *self.guide.bases()]

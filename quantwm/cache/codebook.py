@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +47,20 @@ class Codebook:
         """The heads of both, in BF16: where fitting begins, not what is stored."""
         return Codebook(torch.cat((self.dense(), other.dense())))
 
+    @classmethod
+    def behind_each_other(cls, books: Sequence[Codebook]) -> Codebook:
+        """`joined` of many."""
+        return cls(torch.cat([book.dense() for book in books]))
+
     def halves(self) -> tuple[Codebook, Codebook]:
         """The first and the last half of the heads, as views."""
-        parts = (t.chunk(2) for t in self.tensors())
-        first, last = zip(*parts, strict=True)
-        return Codebook(*first), Codebook(*last)
+        first, last = self.parted(2)
+        return first, last
+
+    def parted(self, count: int) -> list[Codebook]:
+        """As many parts of its heads, one after the other, as views."""
+        parts = (t.chunk(count) for t in self.tensors())
+        return [Codebook(*part) for part in zip(*parts, strict=True)]
 
 
 def codebook_bytes(centroids: int, head_dim: int, bits: int) -> int:

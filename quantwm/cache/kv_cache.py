@@ -16,8 +16,9 @@ from torch import Tensor
 
 from quantwm.cache import checks
 from quantwm.cache.attention import ScoreBias, attend
+from quantwm.cache.batch import Batch, are_warm, encode_slots, slots_together
 from quantwm.cache.beside import Staging, streams_for
-from quantwm.cache.chunk import Encoder, LayerWrite, OpenChunk
+from quantwm.cache.chunk import Encoder, LayerWrite, OpenChunk, PendingWrite
 from quantwm.cache.commit import Built, build, finish_all
 from quantwm.cache.growth import Past, guide_for
 from quantwm.cache.held import Held
@@ -166,7 +167,7 @@ class KVCache(Held, Savable):
         try:
             for write in writes:
                 checks.check_shapes(self.spec, chunk.tokens, write)
-                if checks.slot_of(self.spec, write.layer, write.stream) in chunk.writes:
+                if chunk.written(checks.slot_of(self.spec, write.layer, write.stream)):
                     raise UserError(f"layer {write.layer} stream {write.stream} is given twice")
                 self._write(write)
             self.finalize_chunk(keep_mask)
@@ -180,7 +181,7 @@ class KVCache(Held, Savable):
         chunk = self._require_open("attend")
         slot = checks.slot_of(self.spec, write.layer, write.stream)
         checks.check_shapes(self.spec, chunk.tokens, write)
-        if clean and slot in chunk.writes:
+        if clean and chunk.written(slot):
             raise RuntimeError(
                 f"layer {write.layer} stream {write.stream} had its clean pass already"
             )
@@ -195,7 +196,10 @@ class KVCache(Held, Savable):
         Those of its last n tokens that are encoded with it; None where it stays BF16.
         """
         chunk = self._require_open("pending_keys")
-        write = chunk.writes.get(checks.slot_of(self.spec, layer, stream))
+        slot = checks.slot_of(self.spec, layer, stream)
+        if chunk.batch is not None and slot in chunk.batch.waiting:
+            self._encode_batch(chunk, chunk.batch)
+        write = chunk.writes.get(slot)
         if write is None or write.rest is None or self.policy.recent_chunks:
             return None
         chunk.join()
@@ -211,6 +215,8 @@ class KVCache(Held, Savable):
         """Check the open chunk and build what is to be."""
         chunk = self._require_open("finalize_chunk")
         checks.check_complete(self.spec, chunk)
+        if chunk.batch is not None and chunk.batch.waiting:
+            self._encode_batch(chunk, chunk.batch)
         chunk.join()
         keep = checks.mask_on_host(chunk.tokens, keep_mask)
         known = self._statistics, self.spec, self.fmt, self.policy
@@ -248,7 +254,10 @@ class KVCache(Held, Savable):
         state = self._generator.get_state()
         try:
             staging = self._staging(chunk, write)
-            if staging is None:
+            batch = None if staging is None else self._batch(chunk, staging, write)
+            if batch is not None:
+                self._wait_in(batch, chunk, write)
+            elif staging is None:
                 self._encode(chunk, write)
             else:
                 q = write.q if self.fmt.uses_queries else None
@@ -268,6 +277,49 @@ class KVCache(Held, Savable):
         if chunk.staging is None and (streams := streams_for(self.device)) is not None:
             chunk.staging = Staging(streams)
         return chunk.staging
+
+    def _batch(self, chunk: OpenChunk, staging: Staging, write: LayerWrite) -> Batch | None:
+        """Where the write waits for others that are encoded with it; None for doing it at once.
+
+        Only from warm codebooks: cold ones are drawn layer by layer.
+        """
+        if chunk.sink_tokens or self.policy.recent_chunks:
+            return None
+        if chunk.batch is None:
+            slots = self.spec.layers * len(self.spec.streams)
+            most = slots_together(self.fmt, slots, *write.k.shape)
+            pairs = list(self._books.pairs.values())
+            if most > 1 and len(pairs) == slots and are_warm(pairs):
+                chunk.batch = Batch(staging.streams, most)
+        return chunk.batch
+
+    def _wait_in(self, batch: Batch, chunk: OpenChunk, write: LayerWrite) -> None:
+        """Put a slot with those that wait; encode them when they are enough, or the last ones."""
+        slot = checks.slot_of(self.spec, write.layer, write.stream)
+        q = write.q if self.fmt.uses_queries else None
+        checks.check_finite(chunk, write, queries=q is not None, batched=True)
+        batch.put(slot, write.k, write.v, (None, 0) if q is None else (moment(q), q.shape[1]))
+        left = self.spec.layers * len(self.spec.streams) - len(chunk.writes) - len(batch.waiting)
+        if left and len(batch.waiting) < batch.most:
+            return
+        try:
+            self._encode_batch(chunk, batch)
+        except BaseException:
+            batch.waiting.pop(slot, None)
+            raise
+
+    def _encode_batch(self, chunk: OpenChunk, batch: Batch) -> None:
+        """Encode the slots that wait and hold them as pending."""
+        slots, queries = list(batch.waiting), list(batch.waiting.values())
+        guide = self._guide(chunk)
+        books = [self._books.pairs[slot] for slot in slots]
+        opens = self._books.span != guide.span.number
+        with batch.staged() as pair:
+            if self.device.type == "cuda":
+                checks.keep_extremes(chunk, self.spec, slots, *pair)
+            found = encode_slots(self.fmt, self._generator, slots, *pair, guide, books, opens)
+        for slot, seen, (spans, fitted) in zip(slots, queries, found, strict=True):
+            chunk.writes[slot] = PendingWrite(None, spans, fitted, None, *seen)
 
     def _encode(self, chunk: OpenChunk, write: LayerWrite) -> None:
         slot = checks.slot_of(self.spec, write.layer, write.stream)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from quantwm.cache.batch import batch_bytes
 from quantwm.cache.codebook_life import CodebookLife, Lasting, outliving
 from quantwm.cache.formats import make_format, split_method
 from quantwm.cache.formats.base import Format, Learns, Role
@@ -34,9 +36,9 @@ class MethodPlan:
         pending_bytes: while a chunk is committed: its packed form and query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
         transient_bytes: of one layer's clean pass, until its share of the chunk is packed: the
-            attention's output, in BF16 the copies that are encoded beside the model, and queries
-            in FP32 where their moment is wanted of such. What kernels take beside is small and not
-            in it.
+            attention's output, in BF16 the copies that are encoded beside the model (of many small
+            layers together with what kernels take, see batch.py), and queries in FP32 where their
+            moment is wanted of such. What kernels take beside one is small and not in it.
         peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
             when the clean passes are done, but what they packed is held by then.
     """
@@ -200,13 +202,17 @@ def _rebuilding_bytes(
 
 def _transient_bytes(fmt: Format[Any], load: Workload) -> int:
     each = load.scratch_itemsize
+    share = load.heads, load.current_tokens, load.head_dim
+    together = 0
+    if load.scratch_itemsize == 2 and load.current_tokens and not load.recent_tokens:
+        together = batch_bytes(fmt, load.layers, *share)
     if isinstance(fmt, Learns):
         each += 4
-    elif fmt.compresses and load.scratch_itemsize == 2:
+    elif fmt.compresses and load.scratch_itemsize == 2 and not together:
         each += 6 if fmt.uses_queries else 4
     if fmt.uses_queries and (load.scratch_itemsize > 2 or wants_unrotated(fmt)):
         each += 4
-    return load.heads * load.current_tokens * load.head_dim * each
+    return math.prod(share) * each + together
 
 
 class LaneLike(Protocol):

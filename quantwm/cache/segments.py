@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from quantwm.cache.formats.base import Batched, Format, QueryGuide
@@ -59,6 +60,14 @@ class ChunkGuide:
             None if eigenvalues is None else eigenvalues[slot],
             None if self.learned is None else self.learned.of_slot(slot),
         )
+
+    def of_slots(self, slots: Sequence[int]) -> QueryGuide:
+        """Of several, their heads behind each other; without what a format has learned."""
+
+        def heads(whole: Tensor | None) -> Tensor | None:
+            return None if whole is None else torch.cat([whole[slot] for slot in slots])
+
+        return QueryGuide(heads(self.weights), heads(self.span.basis), heads(self.span.eigenvalues))
 
     def select(self, keep: slice | Tensor) -> ChunkGuide:
         """Of the chunk's tokens in a range, or at ascending int64 positions (a CPU tensor)."""

@@ -118,6 +118,18 @@ class Batched(Protocol):
 
 
 @runtime_checkable
+class Parted(Protocol):
+    """A format that encodes every head by itself, so that many slots may come as heads of one."""
+
+    def parted(
+        self, span: Any, books: Sequence[Codebook], guides: Sequence[QueryGuide]
+    ) -> list[Any]:
+        """The spans of as many slots, whose heads lie behind each other in `span`: each with its
+        own codebook and basis, the other tensors parts of the span's."""
+        ...
+
+
+@runtime_checkable
 class HeadRanges(Protocol):
     """A format that decodes some of a span's heads, so that a scratch need not hold all."""
 

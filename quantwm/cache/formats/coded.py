@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from quantwm.cache.dispatch import Decode
-from quantwm.cache.formats.base import Codebook, storage_bytes
-from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows
+from quantwm.cache.formats.base import Codebook, QueryGuide, storage_bytes
+from quantwm.cache.formats.rows import cut_rows, join_rows, part_rows, pick_rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ class CodedFormat(Generic[SpanT]):
             cut_rows([s.scales for s in spans], start, stop),
         )
         return [s.with_rows(*rows) for s, *rows in zip(spans, *parts, strict=True)]
+
+    def parted(
+        self, span: SpanT, books: Sequence[Codebook], guides: Sequence[QueryGuide]
+    ) -> list[SpanT]:
+        parts = (part_rows(t, len(books)) for t in (span.codes, span.ids, span.scales))
+        return [
+            replace(span, codes=codes, ids=ids, scales=scales, codebook=book)
+            for codes, ids, scales, book in zip(*parts, books, strict=True)
+        ]
 
     def select(self, span: SpanT, keep: slice | Tensor) -> SpanT:
         if isinstance(keep, slice):

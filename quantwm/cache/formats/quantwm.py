@@ -199,6 +199,11 @@ class QuantWMFormat:
     def cut_all(self, spans: Sequence[QuantWMSpan], start: int, stop: int) -> list[QuantWMSpan]:
         return cut_all(spans, start, stop)
 
+    def parted(
+        self, span: QuantWMSpan, books: Sequence[Codebook], guides: Sequence[QueryGuide]
+    ) -> list[QuantWMSpan]:
+        return span.parted(books, [guide.basis for guide in guides])
+
     def select(self, span: QuantWMSpan, keep: slice | Tensor) -> QuantWMSpan:
         if isinstance(keep, slice):
             start, stop, _ = keep.indices(span.tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Protocol, runtime_checkable
@@ -19,7 +19,7 @@ from quantwm.cache.formats.correction import (
     cut_corrections,
     join_all_corrections,
 )
-from quantwm.cache.formats.rows import cut_rows, join_rows, pick_rows, pick_runs
+from quantwm.cache.formats.rows import cut_rows, join_rows, part_rows, pick_rows, pick_runs
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.cache.unrotation import KeyTurns
@@ -111,6 +111,35 @@ class QuantWMSpan:
             decode(out, offset, start, stop, first_head)
             return
         self.turns.redo(decode, out, offset, start, stop, first_head)
+
+    def parted(
+        self, books: Sequence[Codebook], bases: Sequence[Tensor | None]
+    ) -> list[QuantWMSpan]:
+        """Spans of one chunk, of as many slots, whose heads lie behind each other here."""
+        count, rows = len(books), self.correction
+        corrections: list[Correction | None] = [None] * count
+        if rows is not None:
+            corrections = [
+                replace(rows, basis=basis, coefficients=coefficients, row_scales=scales)
+                for basis, coefficients, scales in zip(
+                    bases,
+                    part_rows(rows.coefficients, count),
+                    part_rows(rows.row_scales, count),
+                    strict=True,
+                )
+            ]
+        parts = (
+            part_rows(self.codes, count),
+            part_rows(self.ids, count),
+            part_rows(self.scales, count),
+            part_rows(self.secondary, count, anywhere=True),
+            self.chunk_stops.repeat(count).split(1),
+            [self.chunk_tokens] * count,
+            part_rows(self.zeros, count),
+            books,
+            corrections,
+        )
+        return [QuantWMSpan(*span) for span in zip(*parts, strict=True)]
 
     def picked(self, kept: Tensor) -> QuantWMSpan:
         """Tokens at ascending int64 positions (a CPU tensor)."""

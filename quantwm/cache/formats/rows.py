@@ -42,6 +42,15 @@ def cut_rows(
     return list(torch.cat(cut).split(tensors[0].shape[0]))
 
 
+def part_rows(tensor: Tensor, count: int, anywhere: bool = False) -> list[Tensor]:
+    """[slots * H, ...] as [H, ...] of `count` slots: views, or their own where a view would begin
+    at no place for a kernel."""
+    parts = list(tensor.chunk(count))
+    if anywhere or parts[0].nbytes % ALIGNED_BYTES == 0:
+        return parts
+    return [part.clone() for part in parts]
+
+
 def _alike(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1
 
