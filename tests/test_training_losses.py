@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,16 @@ import torch
 from quantwm.worlds.embedded.config import PRESETS
 from quantwm.worlds.embedded.pose import YAW_FEATURES
 from quantwm.worlds.embedded.transformer import Transformer
-from training.critic import Critic, add_critic_gradient, chunks_of, context_of, critic_loss
+from training.critic import (
+    Critic,
+    add_critic_gradient,
+    chunks_of,
+    context_of,
+    critic_loss,
+    mismatched_contexts,
+)
 from training.data import LatentPool
+from training.fading import faded
 from training.losses import (
     Clips,
     RolloutConfig,
@@ -119,6 +129,39 @@ def context(clips, trusted=True):
     return context_of(clips.latents, clips.keys, told, CHUNK)
 
 
+def test_mismatched_contexts_have_another_frame_or_opposite_keys(clips):
+    true = context(clips)
+    channels = CONFIG.latent_channels
+    wrong, differs = mismatched_contexts(true, channels, rng(1))
+    frame = (wrong[:, :channels] != true[:, :channels]).flatten(1).any(dim=1)
+    keys = (wrong[:, channels:] != true[:, channels:]).flatten(1).any(dim=1)
+    assert not (frame & keys).any() and frame.any() and keys.any()
+    assert torch.equal(differs.bool(), frame | keys)
+    held = true[:, channels:, 0, 0].unflatten(1, (CHUNK, 6))
+    opposite = wrong[:, channels:, 0, 0].unflatten(1, (CHUNK, 6))
+    assert torch.equal(opposite[keys][..., [1, 0, 3, 2, 5, 4]], held[keys])
+    still = context(replace(clips, keys=torch.zeros_like(clips.keys)), trusted=False)
+    assert mismatched_contexts(still, channels, rng(1))[1].sum() == 0
+
+
+def test_critic_learns_which_keys_and_frame_a_chunk_follows(clips):
+    torch.manual_seed(0)
+    critic, channels = Critic(CONFIG, width=16), CONFIG.latent_channels
+    adam = torch.optim.Adam(critic.parameters(), lr=3e-3)
+    real, true = chunks_of(clips.latents, CHUNK), context(clips)
+    nothing = torch.zeros(len(real))
+    for step in range(60):
+        wrong = mismatched_contexts(true, channels, rng(step))
+        loss = critic_loss(critic, real, 0 * real, true, nothing, wrong)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    wrong, differs = mismatched_contexts(true, channels, rng(99))
+    with torch.no_grad():
+        gap = (critic(real, true) - critic(real, wrong)).mean(dim=(1, 2, 3))
+    assert float(gap[differs.bool()].mean()) > 0.3
+
+
 def test_critic_pushes_where_much_is_open_and_as_long_as_was_asked_for(clips):
     torch.manual_seed(0)
     critic = Critic(CONFIG, width=8)
@@ -133,7 +176,7 @@ def test_critic_pushes_where_much_is_open_and_as_long_as_was_asked_for(clips):
         out = weight * 1.0
         loss, _ = weighted_error(out, clips.latents, sigma, CHUNK, 0.15)
         add_critic_gradient(
-            critic, out, loss, clips.latents, context(clips), counts, 0.75**-2 * counts, share
+            critic, out, loss, clips.latents, (context(clips),), counts, 0.75**-2 * counts, share
         )
         grads[share], weight.grad = weight.grad.clone(), None
     pushed = (grads[0.5] - grads[0.0]).unflatten(1, (-1, CHUNK)).flatten(2).norm(dim=2)
@@ -150,9 +193,13 @@ def test_critic_is_not_told_the_frame_before_where_the_history_is_not_true(clips
     history = clips.latents.clone()
     history[0, 4:8] += 1
     hidden = torch.tensor([[False] * 4, [False, False, True, False]])
-    trusted = trusted_chunks(history, clips.latents, hidden, CHUNK)
+    rolled = torch.tensor([True, False])
+    trusted, shown = trusted_chunks(history, clips.latents, hidden, rolled, CHUNK)
     expected = [[False, True, False, True], [False, True, True, False]]
     assert trusted.tolist() == expected
+    assert shown.tolist() == [[False, True, True, True], expected[1]]
+    faded, _ = trusted_chunks(history, clips.latents, None, None, CHUNK)
+    assert faded[:, 1:].all(), "outside of rollouts a frame that differs is a faded true one"
     told = context_of(clips.latents, clips.keys, trusted, CHUNK).unflatten(0, (2, -1))
     before = told[:, :, : CONFIG.latent_channels].abs().sum(dim=(2, 3, 4)) > 0
     assert before.tolist() == [row[1:] for row in expected]
@@ -191,6 +238,55 @@ def test_edge_error_sees_blur_in_judged_chunks_only(clips):
     steps = float(clean[0, 8:12].diff(dim=2).abs().mean() + clean[0, 8:12].diff(dim=3).abs().mean())
     assert weak == pytest.approx(0.5 * steps, rel=0.1)
     assert edge_error(blurred, clean, ~judged, CHUNK) == 0
+    known = torch.ones(2, FRAMES, clean.shape[-1], dtype=torch.bool)
+    assert float(edge_error(blurred, clean, judged, CHUNK, known)) == weak
+    moved = clean.clone()
+    moved[0, 8:12] = clean[0, 8:12].flip(3)  # another room of the same strength
+    known[0, 8:12] = False
+    there = float(edge_error(moved, clean, judged, CHUNK, known))
+    assert there < 0.3 * float(edge_error(moved, clean, judged, CHUNK))
+
+
+def test_columns_of_no_weight_do_not_count(clips):
+    clean, sigma = clips.latents, torch.full((2, FRAMES), 0.75)
+    out = clean.clone()
+    out[..., 1] += 1
+    weight = torch.ones(2, FRAMES, clean.shape[-1])
+    weight[..., 1] = 0
+    assert weighted_error(out, clean, sigma, CHUNK, 0.4)[0] > 0
+    assert weighted_error(out, clean, sigma, CHUNK, 0.4, weight)[0] == 0
+
+
+def test_faded_histories_are_weaker_from_a_chunk_on_and_keep_their_context():
+    history = torch.randn(64, FRAMES, 3, 6, 8, generator=rng(1)) + 1
+    weak = faded(history, 0.5, CHUNK, 1, rng(2))
+    changed = (weak != history).flatten(2).any(dim=2)
+    assert not changed[:, :CHUNK].any() and 0.3 < float(changed[:, -1].float().mean()) < 0.7
+    assert (changed[:, 1:].int().diff(dim=1) >= 0).all(), "once faded, it stays so"
+    contrast = [x.std(dim=(3, 4)).mean(dim=2)[changed] for x in (weak, history)]
+    assert (contrast[0] < contrast[1] + 1e-6).all() and contrast[0].mean() < 0.9 * contrast[
+        1
+    ].mean()
+    assert torch.equal(faded(history, 0.0, CHUNK, 1, rng(2)), history)
+
+
+def test_a_target_of_its_own_is_aimed_at_and_rollouts_do_not_fade(model, clips):
+    tables = two_stream_tables(FRAMES, CONFIG, "cpu")
+    stage, settings = Stage(FRAMES, 2, 1.0), TransformerTraining(faded=1.0, context_chunks=1)
+    rolled = torch.tensor([False, True])
+    own = replace(clips, history=clips.latents + 0.5, rolled=rolled)
+    losses = {}
+    for name, target in (("truth", None), ("other", clips.latents + 3)):
+        given = replace(own, target=target)
+        _, mse, out, stream = forward_loss(
+            model, given, stage, tables, attention(), attention(), settings, rng(1), torch.float32
+        )
+        aim = clips.latents if target is None else target
+        losses[name] = float((out - aim)[:, CHUNK:].square().mean())
+        assert float(mse) == pytest.approx(losses[name], rel=1e-4)
+    assert torch.equal(stream.history[1], own.history[1])
+    assert not torch.equal(stream.history[0], own.history[0])
+    assert losses["other"] > losses["truth"] + 1
 
 
 def test_critic_learns_to_tell_blurred_chunks(clips):

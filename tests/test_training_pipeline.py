@@ -210,6 +210,9 @@ def test_switches_take_one_ingredient_away(tmp_path):
     before = plan("--own", "0.7", "--rolled", "0").transformer.stages[-1]
     assert before.own == 0.7 and before.rolled == 0 and before.adversarial > 0
     assert plan("--gaps", "0", "--invented", "1").transformer.gaps == 0
+    asked = plan("--faded", "0.2", "--no-continuation", "--no-continuity").transformer
+    assert asked.faded == 0.2 and not asked.continuation and not asked.continuity
+    assert plan().transformer.continuation and plan().transformer.continuity
     assert plan("--pieces", "0").pieces == 0 and plan("--adversarial", "2").pieces > 0
     blind = plan("--no-pose")
     assert not blind.world.transformer.pose and not blind.transformer.pose

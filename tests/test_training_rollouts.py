@@ -21,7 +21,7 @@ from training.losses import RolloutConfig, Stage, TransformerTraining
 from training.progress import Log
 from training.revisits import find_revisits
 from training.rollout import roll_out
-from training.rollout_pool import RolloutPool, chunk_weights, known_chunks
+from training.rollout_pool import RolloutPool, column_weights, known_columns
 from training.train_transformer import Attention, PartError, draw_clips, failing_as, lesser
 
 CONFIG = PRESETS["tiny"].transformer
@@ -84,12 +84,19 @@ def test_what_no_true_frame_showed_is_not_known():
     poses = torch.zeros(2, FRAMES, 3)
     poses[:, :, 0] = torch.arange(FRAMES) * (2 * math.pi / FRAMES)
     poses[1, 16:, 1] = 500.0  # the second clip is elsewhere from its middle on
-    known = known_chunks(poses, torch.tensor([2, 8]), CHUNK)
-    assert known[0].tolist() == [True] * 3 + [False] * 4 + [True]
-    assert known[1].all()
-    assert known_chunks(poses, torch.tensor([2, 4]), CHUNK)[1, 4:].tolist() == [False] * 4
-    weights = chunk_weights(known, torch.tensor([2, 8]), 0.3, 2.0)
-    torch.testing.assert_close(weights[0], torch.tensor([1, 1, 1, 0.3, 0.3, 0.3, 0.3, 2]))
+    contexts = torch.tensor([2, 8])
+    known = known_columns(poses, contexts, CHUNK, 4)
+    assert known[0, :8].all() and known[1].all()
+    # seen: from 45 degrees right of frame 0 to 45 left of frame 7; frame 16 looks the other way
+    assert not known[0, 16].any() and known[0, 31].tolist() == [True, True, True, False]
+    # turning left brings the new in at the left: column 0 looks left
+    assert known[0, 8].tolist() == [False, True, True, True]
+    assert known[0, 10].tolist() == [False, False, True, True]
+    assert not known_columns(poses, torch.tensor([2, 4]), CHUNK, 4)[1, 16:].any()
+    weights = column_weights(known, contexts, CHUNK, 0.3, 2.0)
+    assert (weights[0, :8] == 1).all() and (weights[0, 16] == 0.3).all()
+    assert weights[0, 10].tolist() == pytest.approx([0.3, 0.3, 1, 1])
+    assert (weights[0, 31, :3] == 2).all() and (weights[1] == 1).all()
 
 
 def test_rollouts_of_each_clip_start_after_its_own_context(model, pool):
@@ -104,23 +111,37 @@ def test_rollouts_of_each_clip_start_after_its_own_context(model, pool):
 def test_pool_gives_drifted_histories_of_true_clips_and_is_refilled_when_used(model, pool):
     rollouts = RolloutPool(training(), FRAMES, seed=1)
     assert rollouts.is_stale()
-    facts = rollouts.refill(model, pool, rng(4))
+    facts = rollouts.refill(model, None, pool, rng(4))
     assert not rollouts.is_stale() and facts["invented_mse"] >= 0 and facts["edges"] > 0
-    clips, drawn, known = rollouts.draw(8, rng(5))
-    assert rollouts.is_stale() and known.shape == (8, FRAMES // CHUNK)
-    kept = (drawn == clips.latents).flatten(2).all(dim=2)
+    own = rollouts.draw(8, rng(5))
+    assert rollouts.is_stale() and own.known.shape == (8, FRAMES, CONFIG.latent_width)
+    kept = (own.history == own.clips.latents).flatten(2).all(dim=2)
     assert kept[:, :8].all() and not kept[:, 20:].any()
+    assert torch.equal(own.target, own.clips.latents), "without a teacher the truth is aimed at"
+
+
+def test_what_is_invented_aims_at_how_the_teacher_goes_on_from_the_rollout(model, pool):
+    rollouts = RolloutPool(training(), FRAMES, seed=1)
+    assert rollouts.has_teacher and not RolloutPool(training(continuation=False), 32, 1).has_teacher
+    facts = rollouts.refill(model, model, pool, rng(4))
+    own = rollouts.draw(8, rng(5))
+    other = own.target != own.clips.latents
+    known = own.known[:, :, None, None, :].expand_as(other)
+    assert other.any() and not (other & known).any()
+    assert 0 < facts["known"] < 1 and facts["continued_mse"] < facts["invented_mse"]
+    assert own.weight[own.known].min() == 1 and own.weight[~own.known].max() == 0.5
 
 
 def test_a_step_sees_rollouts_for_its_share_and_weighs_what_they_invented(model, pool):
     settings = training(gaps=1.0, invented=0.25)
     stage = Stage(FRAMES, 4, 1.0, rolled=0.5)
     rollouts = RolloutPool(settings, FRAMES, seed=1)
-    rollouts.refill(model, pool, rng(4))
+    rollouts.refill(model, None, pool, rng(4))
     clips = draw_clips(pool, rollouts, stage, CONFIG, settings, rng(6))
     same = (clips.history == clips.latents).flatten(1).all(dim=1)
     assert same.tolist() == [True, True, False, False]
     assert (clips.weight[:2] == 1).all() and set(clips.weight.unique().tolist()) <= {0.25, 1.0, 2.0}
+    assert clips.rolled.tolist() == [False, False, True, True] and clips.known[:2].all()
     assert clips.hidden.any(dim=1).all() and not clips.hidden[:, :2].any()
     plain = draw_clips(pool, None, Stage(FRAMES, 4, 1.0), CONFIG, training(gaps=0.0), rng(6))
     assert plain.history is None and plain.weight is None and plain.hidden is None

@@ -2,9 +2,11 @@
 
 A mean-squared error is least for the mean of all that may come, which is a blur, and a rollout
 blurs its own blur on: 64 free frames of the first run kept a fifth of the truth's edges. The
-critic sees a chunk with its keys, after the frame before it, and says where it is not like a true
-one. Where the history holds no truth there, the frame before is withheld, from true chunks too: it
-would give the fake away by itself, and a true chunk does not go on from it.
+critic sees a chunk with its keys, after the frame that the history shows before it, and says where
+it is not like a true one. Where that frame is another room than the truth's, it is withheld while
+the critic learns, from true chunks too: it would give the fake away by itself, and a true chunk
+does not go on from it. What it has learned elsewhere (faded true frames among it) then still says
+whether an invented chunk goes on from the frame before as the keys ask.
 """
 
 from __future__ import annotations
@@ -47,12 +49,15 @@ def chunks_of(clips: torch.Tensor, per_chunk: int) -> torch.Tensor:
 
 
 def context_of(
-    clean: torch.Tensor, keys: torch.Tensor, trusted: torch.Tensor, per_chunk: int
+    history: torch.Tensor, keys: torch.Tensor, told: torch.Tensor, per_chunk: int
 ) -> torch.Tensor:
-    """[N, C + 6 * per_chunk, H, W] of all chunks but each first: the true frame before, zeros
-    where `trusted` [B, chunks] says that the history holds none there, and the chunk's keys."""
-    before = clean.unflatten(1, (-1, per_chunk))[:, :-1, -1]
-    before = (before * trusted[:, 1:, None, None, None]).flatten(0, 1)
+    """[N, C + 6 * per_chunk, H, W] of all chunks but each first: the frame before in the history,
+    as means of 2 x 2 latents so that its sharpness says little, zeros where `told` [B, chunks] says
+    that it is withheld, and the chunk's keys."""
+    before = history.unflatten(1, (-1, per_chunk))[:, :-1, -1]
+    before = (before * told[:, 1:, None, None, None]).flatten(0, 1)
+    size = before.shape[-2:]
+    before = F.interpolate(F.avg_pool2d(before, 2, ceil_mode=True), size)
     held = keys.unflatten(1, (-1, per_chunk))[:, 1:].flatten(0, 1).flatten(1)
     held = held[:, :, None, None].expand(-1, -1, *before.shape[-2:])
     return torch.cat((before, held.to(before.dtype)), dim=1)
@@ -60,12 +65,40 @@ def context_of(
 
 def critic_loss(
     critic: Critic, real: torch.Tensor, fake: torch.Tensor, context: torch.Tensor,
-    counts: torch.Tensor,
+    counts: torch.Tensor, mismatched: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Hinge loss. real, fake: [N, frames, C, H, W]; counts [N]: 1 where the fake is one, else 0."""
+    """Hinge loss. real, fake: [N, frames, C, H, W]; counts [N]: 1 where the fake is one, else 0.
+
+    mismatched: of `mismatched_contexts`; true chunks there are fakes as well, half as heavy.
+    """
     on_real = F.relu(1 - critic(real, context)).mean()
     on_fake = F.relu(1 + critic(fake, context)).mean(dim=(1, 2, 3))
-    return on_real + (on_fake * counts).sum() / counts.sum().clamp_min(1)
+    on_fake = (on_fake * counts).sum() / counts.sum().clamp_min(1)
+    if mismatched is None:
+        return on_real + on_fake
+    wrong, differs = mismatched
+    on_wrong = F.relu(1 + critic(real, wrong)).mean(dim=(1, 2, 3))
+    return on_real + (on_fake + 0.5 * (on_wrong * differs).sum() / differs.sum().clamp_min(1)) / 1.5
+
+
+def mismatched_contexts(
+    context: torch.Tensor, channels: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Contexts that a true chunk does not go on from, and which of them [N] really differ.
+
+    Half of them have the frame of another chunk before them (one that is told), the other half
+    keys of the opposite way: w and s, a and d, left and right exchanged. channels: of a frame.
+    """
+    before, held = context[:, :channels], context[:, channels:]
+    other = before[torch.randperm(len(context), generator=generator, device=context.device)]
+    of_frame = torch.rand(len(context), generator=generator, device=context.device) < 0.5
+    opposite = held.unflatten(1, (-1, 3, 2)).flip(3).flatten(1, 3)
+    told, of_other = (x.abs().amax(dim=(1, 2, 3)) > 0 for x in (before, other))
+    frame_differs = told & of_other & (other != before).any(dim=3).any(dim=2).any(dim=1)
+    keys_differ = (opposite != held)[:, :, 0, 0].any(dim=1)
+    pick = of_frame[:, None, None, None]
+    wrong = torch.cat((torch.where(pick, other, before), torch.where(pick, held, opposite)), dim=1)
+    return wrong, torch.where(of_frame, frame_differs, keys_differ).float()
 
 
 def push_lengths(
@@ -85,19 +118,20 @@ def push_lengths(
 
 def add_critic_gradient(
     critic: Critic, out: torch.Tensor, loss: torch.Tensor, clean: torch.Tensor,
-    context: torch.Tensor, counts: torch.Tensor, sigma_weight: torch.Tensor, share: float,
+    contexts: tuple[torch.Tensor, ...], counts: torch.Tensor, sigma_weight: torch.Tensor,
+    share: float,
 ) -> None:  # fmt: skip
     """Backward through `out` with the loss's gradient plus the critic's: `share` times
     `push_lengths` long in each chunk that counts.
 
     Measuring the two where they meet, at the predicted latents, makes the weight mean the same
-    whatever the critic's scale. out [B, T, C, H, W] is part of loss's graph; sigma_weight, counts
-    [N]: of all chunks but each first.
+    whatever the critic's scale. The critic is asked in each of `contexts`. out [B, T, C, H, W] is
+    part of loss's graph; sigma_weight, counts [N]: of all chunks but each first.
     """
     (gradient,) = torch.autograd.grad(loss, out, retain_graph=True)
     per_chunk = out.shape[1] // (len(counts) // len(out) + 1)
     parts = chunks_of(out.detach(), per_chunk).requires_grad_(True)
-    scores = critic(parts, context).float().mean(dim=(1, 2, 3))
+    scores = sum(critic(parts, context).float().mean(dim=(1, 2, 3)) for context in contexts)
     (pushed,) = torch.autograd.grad(-(scores * counts).sum(), parts)
     pushed = pushed.float()
     with torch.no_grad():

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quantwm.evaluation.measures import contrast, gradient_energy
 from quantwm.metrics import psnr_per_frame, psnr_pooled
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
 from quantwm.worlds.embedded.config import SamplerConfig
 from quantwm.worlds.embedded.transformer import Transformer
 from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.data import LatentPool, load_folder, reckoned_poses
+from training.motion_check import keys_followed
 from training.pictures import save_grid
 from training.revisits import find_revisits
 from training.rollout import roll_out
@@ -41,6 +43,7 @@ class EvaluationConfig:
     window: int = 4  # chunks
     return_frames: int = 128
     return_after: int = 64
+    motion_episodes: int = 8  # clips of which the judge of motion sees the free frames
 
 
 def decode_clip(autoencoder: Autoencoder, latents: torch.Tensor) -> np.ndarray:
@@ -69,7 +72,9 @@ def evaluate(
     free_32_psnr: the first 32; next_chunk_psnr: each chunk from a history of true frames;
     memory_gain: what all of a true history brings over its last 16 frames, from frame
     `memory_frames` on; free_sharpness, free_colour: mean gradient of the rollout's last 16 frames
-    over the truth's, and how far their mean colour (0 to 255) is from the truth's.
+    over the truth's, and how far their mean colour (0 to 255) is from the truth's; free_energy,
+    free_contrast: of all free frames over the truth's, as in the acceptance table (energy is a
+    square: 0.25 of it is half of the gradient); follows_keys: of `keys_followed`.
     """
     start = config.context_chunks * model.config.frames_per_chunk
     length = min(start + config.rollout_frames, frames.shape[1])
@@ -113,6 +118,7 @@ def evaluate(
         "free_all_psnr": psnr("free", start, length),
         "free_sharpness": round(float(np.mean(sharp)), 3),
         "free_colour": round(float(np.mean(colour)), 1),
+        **_appearance(results["free"], truth, start),
         "rollout_frames": length - start,
         "episodes": len(truth),
         "steps": config.steps,
@@ -120,7 +126,21 @@ def evaluate(
     if length > config.memory_frames:
         full, short = (psnr(kind, config.memory_frames, length) for kind in ("next", "window"))
         metrics["memory_gain"] = round(full - short, 2)
+    some = slice(config.motion_episodes)
+    metrics |= keys_followed(
+        results["free"][some], truth[some], held[some], poses[some], start,
+        model.config.frames_per_chunk, frames.device,
+    )  # fmt: skip
     return metrics, [(b[start:], a[start:]) for a, b in zip(results["free"], truth, strict=True)]
+
+
+def _appearance(free: list[np.ndarray], truth: list[np.ndarray], start: int) -> dict[str, float]:
+    """Ratios of means over clips, all free frames."""
+    found = {}
+    for name, measure in (("energy", gradient_energy), ("contrast", contrast)):
+        shown, true = (np.mean([measure(clip[start:]) for clip in x]) for x in (free, truth))
+        found[f"free_{name}"] = round(float(shown / true), 3)
+    return found
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from quantwm.worlds.embedded.pose import YAW_FEATURES, pose_features
 from quantwm.worlds.embedded.sampler import noise_levels
 from quantwm.worlds.embedded.transformer import Attend, Transformer
+from training.fading import faded
 from training.own_history import STEPS, mixed_history, own_rollout
 from training.teacher_forcing import predict_clip
 
@@ -59,9 +60,13 @@ class TransformerTraining:
     revisits: share of the clips chosen because they come back to something not seen for 16 frames.
     second_round: share of steps whose own histories are made twice, the second time from the
     first. gaps: share of the clips with chunks hidden from all others, longest_gap at most in one.
-    After a rollout's history, `invented` is the weight of the error in chunks that show what no
-    true frame showed (the truth is not what that history leads to), `returned` in those that show
-    it again RETURN_CHUNKS or more chunks after the last true one."""
+    faded: share of the clips of truth whose history fades as rollouts do.
+    After a rollout's history, `invented` is the weight of the error in columns that show what no
+    true frame showed, `returned` in those that show it again RETURN_CHUNKS or more chunks after
+    the last true one. continuation: what is invented aims at how the stage's first weights go on
+    from that history; otherwise at the truth, which is another room than the one made up.
+    continuity: the critic is also shown true chunks after a wrong frame or with wrong keys, and
+    judges what is invented after the frame that the history shows."""
 
     stages: tuple[Stage, ...] = (
         Stage(frames=32, batch=48, share=0.25),
@@ -89,8 +94,11 @@ class TransformerTraining:
     context_noise: float = 0.15
     gaps: float = 0.4
     longest_gap: int = 16
-    invented: float = 0.3
+    faded: float = 0.5
+    invented: float = 0.5
     returned: float = 2.0
+    continuation: bool = True
+    continuity: bool = True
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     pose: bool = True
     lost: float = 0.1
@@ -101,27 +109,35 @@ class TransformerTraining:
 @dataclass(frozen=True)
 class Clips:
     """latents [B, T, C, H, W]; keys float32 [B, T, 6]; pose: features or None; history: what the
-    model sees in place of the latents, if that is another thing; weight: of each chunk's error,
-    [B, chunks]; hidden: which chunks no other one sees, bool [B, chunks]."""
+    model sees in place of the latents, if that is another thing; target: what it aims at, if that
+    is; weight: of the error of every frame's columns, [B, T, W]; hidden: which chunks no other one
+    sees, bool [B, chunks]; rolled: clips whose history is a rollout, bool [B]; known: columns that
+    a true frame showed, bool [B, T, W]."""
 
     latents: torch.Tensor
     keys: torch.Tensor
     pose: torch.Tensor | None
     history: torch.Tensor | None = None
+    target: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    rolled: torch.Tensor | None = None
+    known: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Stream:
     """What is to be denoised: noisy [B, T, C, H, W], sigma [B, T]; which chunks [B, chunks] the
     critic judges: those that hold no truth, being pure noise or the model's own first step; before
-    which ones the history holds the truth."""
+    which ones the history shows the truth, faded or not; before which ones it shows anything; the
+    history [B, T, C, H, W]."""
 
     noisy: torch.Tensor
     sigma: torch.Tensor
     judged: torch.Tensor
     trusted: torch.Tensor
+    shown: torch.Tensor
+    history: torch.Tensor
 
 
 def training_pose(
@@ -158,17 +174,24 @@ def noisy_stream(
     level = sigma.repeat_interleave(per_chunk, dim=1)
     scale = level[:, :, None, None, None]
     noisy = (1 - scale) * clean + scale * torch.randn(clean.shape, **like)
-    return Stream(noisy, level, sigma == 1, torch.ones_like(sigma, dtype=torch.bool))
+    everywhere = torch.ones_like(sigma, dtype=torch.bool)
+    return Stream(noisy, level, sigma == 1, everywhere, everywhere, clean)
 
 
 def trusted_chunks(
-    history: torch.Tensor, clean: torch.Tensor, hidden: torch.Tensor | None, per_chunk: int
-) -> torch.Tensor:
-    """bool [B, chunks]: whether a chunk sees the true frame before it; the first has none."""
+    history: torch.Tensor, clean: torch.Tensor, hidden: torch.Tensor | None,
+    rolled: torch.Tensor | None, per_chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Whether the frame before a chunk shows the truth, and whether one is seen at all: two times
+    bool [B, chunks]; the first chunk has none. Outside of rollouts (rolled [B]; None: no clip is
+    one) every frame shows the truth, as faded as it may be."""
     true = (history == clean).flatten(2).all(dim=2)[:, per_chunk - 1 :: per_chunk]
-    if hidden is not None:
-        true = true & ~hidden
-    return torch.cat((torch.zeros_like(true[:, :1]), true[:, :-1]), dim=1)
+    true = torch.ones_like(true) if rolled is None else true | ~rolled[:, None]
+    shown = torch.ones_like(true) if hidden is None else ~hidden
+    true, shown = (
+        torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1) for x in (true & shown, shown)
+    )
+    return true, shown
 
 
 def disturbed(clean: torch.Tensor, amount: float, generator: torch.Generator) -> torch.Tensor:
@@ -216,36 +239,42 @@ def sigma_weight(sigma: torch.Tensor, floor: float) -> torch.Tensor:
 
 def weighted_error(
     out: torch.Tensor, clean: torch.Tensor, sigma: torch.Tensor, per_chunk: int, floor: float,
-    chunk_weight: torch.Tensor | None = None,
+    columns: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Weighted x-prediction loss (about that of velocities) and plain mean squared error.
 
-    The first chunk has no past and is never generated by the product, so it does not count.
+    columns: weights [B, T, W]. The first chunk has no past and is never generated by the product,
+    so it does not count.
     """
-    error = (out - clean).square().mean(dim=(2, 3, 4))[:, per_chunk:]
-    weight = sigma_weight(sigma[:, per_chunk:], floor)
-    if chunk_weight is not None:
-        weight = weight * chunk_weight[:, 1:].repeat_interleave(per_chunk, dim=1)
+    error = (out - clean).square().mean(dim=(2, 3))[:, per_chunk:]
+    weight = sigma_weight(sigma[:, per_chunk:], floor).unsqueeze(2)
+    if columns is not None:
+        weight = weight * columns[:, per_chunk:]
     return (weight * error).mean(), error.detach().mean()
 
 
 def edge_error(
-    out: torch.Tensor, clean: torch.Tensor, judged: torch.Tensor, per_chunk: int
-) -> torch.Tensor:
+    out: torch.Tensor, clean: torch.Tensor, judged: torch.Tensor, per_chunk: int,
+    known: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """How much weaker or stronger the latents change from place to place than the truth's do.
 
     Mean over channels, frames and 4 x 4 patches of the difference in mean absolute step, for the
     judged chunks [B, chunks]. A blur is weak latents: to make the steps that are there as strong
-    as the truth's costs less error than to invent others.
+    as the truth's costs less error than to invent others. Frames of which most is not `known`
+    [B, T, W] are another room than the truth's: there the means over the whole frame count.
     """
     counts = judged[:, 1:].repeat_interleave(per_chunk, dim=1).float()
     total = torch.zeros(len(out), out.shape[1] - per_chunk, device=out.device)
     for axis in (3, 4):
-        strengths = [
-            F.avg_pool2d(x[:, per_chunk:].diff(dim=axis).abs().flatten(0, 1), 4, ceil_mode=True)
-            for x in (out, clean)
-        ]
-        difference = (strengths[0] - strengths[1]).abs().mean(dim=(1, 2, 3))
+        steps = [x[:, per_chunk:].diff(dim=axis).abs().flatten(0, 1) for x in (out, clean)]
+        apart = steps[0] - steps[1]
+        difference = F.avg_pool2d(apart, 4, ceil_mode=True)
+        if known is not None:
+            here = (known[:, per_chunk:].float().mean(dim=2) >= 0.5).flatten()[:, None, None, None]
+            whole = apart.mean(dim=(2, 3), keepdim=True)
+            difference = torch.where(here, difference, whole)
+        difference = difference.abs().mean(dim=(1, 2, 3))
         total = total + difference.view_as(total)
     return (total * counts).sum() / counts.sum().clamp_min(1)
 
@@ -260,16 +289,23 @@ def forward_loss(
     attend: of this step; full: sees the whole past, for the model's own rollouts; rounds: of them.
     """
     per_chunk = model.config.frames_per_chunk
-    clean = clips.latents.float()
+    truth = clips.latents.float()
+    clean = truth if clips.target is None else clips.target.float()
     stream = noisy_stream(clean, per_chunk, training, generator)
-    history = clean if clips.history is None else clips.history.float()
+    history = truth if clips.history is None else clips.history.float()
+    if training.faded > 0:
+        weak = faded(history, training.faded, per_chunk, training.context_chunks, generator)
+        if clips.rolled is None:
+            history = weak
+        else:
+            history = torch.where(clips.rolled[:, None, None, None, None], history, weak)
     if stage.own > 0 or stage.rolled > 0:
         history, stream = with_own_steps(
             model, clips, history, stream, stage, tables, full, training, generator, residual_dtype,
             rounds,
         )  # fmt: skip
-    if stage.adversarial > 0:
-        stream = replace(stream, trusted=trusted_chunks(history, clean, clips.hidden, per_chunk))
+    trusted, shown = trusted_chunks(history, truth, clips.hidden, clips.rolled, per_chunk)
+    stream = replace(stream, trusted=trusted, shown=shown, history=history)
     history = disturbed(history, training.context_noise, generator)
     out = predict_clip(
         model, history, stream.noisy, stream.sigma, clips.keys, tables, attend, residual_dtype,
@@ -279,5 +315,6 @@ def forward_loss(
         out, clean, stream.sigma, per_chunk, training.sigma_floor, clips.weight
     )
     if stage.edges > 0:
-        loss = loss + stage.edges * edge_error(out, clean, stream.judged, per_chunk)
+        edges = edge_error(out, truth, stream.judged, per_chunk, clips.known)
+        loss = loss + stage.edges * edges
     return loss, mse, out, stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
@@ -57,10 +58,11 @@ PLANS = {
         autoencoder_share=0.0,
         transformer=TransformerTraining(
             stages=(
-                Stage(frames=64, batch=24, share=0.07),
-                Stage(frames=128, batch=12, share=0.17),
-                Stage(frames=256, batch=6, share=0.21),
-                Stage(frames=128, batch=12, share=0.55, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=64, batch=24, share=0.05),
+                Stage(frames=128, batch=12, share=0.15),
+                Stage(frames=256, batch=6, share=0.15),
+                Stage(frames=128, batch=12, share=0.40, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=256, batch=6, share=0.25, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             flat_share=0.6,
             short_chance=0.15,  # short windows are known since the first runs, which had 0.3
@@ -78,7 +80,8 @@ PLANS = {
             stages=(
                 Stage(frames=64, batch=24, share=0.15),
                 Stage(frames=256, batch=6, share=0.2),
-                Stage(frames=128, batch=12, share=0.65, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=128, batch=12, share=0.35, rolled=0.5, adversarial=1.0, edges=0.5),
+                Stage(frames=256, batch=6, share=0.3, rolled=0.5, adversarial=1.0, edges=0.5),
             ),
             critic_warmup=5,
             log_every=10,
@@ -139,6 +142,16 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--own", type=float, help="share of clips with chunks of their own making")
     group.add_argument("--rolled", type=float, help="share of clips that are rollouts; 0 is none")
     group.add_argument("--invented", type=float, help="weight of what no true frame showed there")
+    group.add_argument("--faded", type=float, help="share of true clips whose history fades")
+    group.add_argument(
+        "--teacher", type=Path, help="weights that go on where something is invented; the run's own"
+    )
+    group.add_argument(
+        "--no-continuation", action="store_true", help="what is invented aims at the truth"
+    )
+    group.add_argument(
+        "--no-continuity", action="store_true", help="the critic sees no mismatched pairs"
+    )
     group.add_argument("--returned", type=float, help="weight of what is shown again there")
     group.add_argument("--gaps", type=float, help="share of clips with gaps in their history")
     group.add_argument("--pieces", type=float, help="share of episodes made of scripted walks")
@@ -155,7 +168,7 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     """The plan as the switches change it. UserError for a value that makes no sense."""
     of_training = (
         "sampler_share", "context_noise", "revisits", "short_chance", "gaps", "invented",
-        "returned",
+        "returned", "faded",
     )  # fmt: skip
     for name in ("ae_share", "own", "rolled", "pieces", "adversarial", "edges", *of_training):
         value, most = getattr(args, name), 10 if name in ("adversarial", "returned") else 1
@@ -183,7 +196,11 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
         if own == 0 and rolled == 0:
             critic = edges = 0.0
         changed.append(replace(stage, own=own, rolled=rolled, adversarial=critic, edges=edges))
-    training = replace(training, stages=tuple(changed), pose=not args.no_pose)
+    training = replace(
+        training, stages=tuple(changed), pose=not args.no_pose,
+        continuation=training.continuation and not args.no_continuation,
+        continuity=training.continuity and not args.no_continuity,
+    )  # fmt: skip
     autoencoder = plan.autoencoder
     if args.ae_lr is not None:
         autoencoder = replace(autoencoder, lr=args.ae_lr)

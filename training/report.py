@@ -25,6 +25,10 @@ WORDS = {
     "free_32_psnr": "free running, first 32 frames, dB",
     "free_all_psnr": "free running, all frames, dB",
     "free_sharpness": "edges of the last 16 free frames over the truth's",
+    "free_energy": "squared gradients of all free frames over the truth's",
+    "free_contrast": "contrast of all free frames over the truth's",
+    "follows_keys": "free chunks that turn and step as the keys say, share",
+    "follows_keys_late": "the same in the second half of the free frames",
     "free_colour": "distance of their mean colour from the truth's, of 255",
 }
 SHORT = {
@@ -36,9 +40,12 @@ SHORT = {
     "free_8_psnr": "free 8",
     "free_32_psnr": "free 32",
     "free_sharpness": "edges",
+    "free_energy": "energy",
+    "follows_keys": "keys",
+    "follows_keys_late": "late keys",
     "free_colour": "colour",
 }
-NOT_TOLD = {"--out", "--work", "--processes", "--weights", "--plan", "--minutes"}
+NOT_TOLD = {"--out", "--work", "--processes", "--weights", "--plan", "--minutes", "--teacher"}
 
 
 def one_run(manifest: Manifest) -> list[str]:

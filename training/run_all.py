@@ -32,7 +32,7 @@ from training.frames import UNSEEN_SEED, Recorder, require_engine
 from training.pictures import save_grid
 from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
-from training.state import TrainState
+from training.state import TrainState, load_teacher
 from training.train_autoencoder import reconstruction_psnr, train_autoencoder
 from training.train_transformer import train_transformer
 
@@ -87,7 +87,8 @@ class Run:
 
 def without_folders(argv: list[str]) -> list[str]:
     """The arguments with words for the folders of this machine."""
-    words = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT"}
+    words = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT",
+             "--teacher": "TEACHER"}  # fmt: skip
     return [words.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
 
 
@@ -320,6 +321,8 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
         if plan.world.transformer.pose and not model.config.pose:
             run.log.event("weights know no pose", pose_in="starts at zero")
         del model
+    if args.teacher is not None:
+        state.teacher = load_teacher(args.teacher, autoencoder, run.device)
     if args.resume is not None:
         state.load(args.resume)
 
@@ -345,9 +348,7 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--minutes", type=float, default=None, help="of the whole run (16; quick 2)"
-    )
+    parser.add_argument("--minutes", type=float, help="of the whole run (16; quick 2)")
     parser.add_argument("--out", type=Path, required=True, help="weights, manifest, log, pictures")
     parser.add_argument(
         "--work", type=Path, help="frames and checkpoint; a temporary folder if unset"

@@ -10,11 +10,31 @@ from typing import Any
 import torch
 
 from quantwm.errors import UserError
+from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.config import TransformerConfig
 from quantwm.worlds.embedded.transformer import Transformer
+from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.critic import Critic
+from training.evaluate import shipped_copy
 from training.losses import TransformerTraining
 from training.muon import Muon
+
+
+def load_teacher(folder: Path, autoencoder: Autoencoder, device: torch.device) -> Transformer:
+    """Exported weights as a teacher. UserError when their latents are not of `autoencoder`."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    teacher, theirs = load_models(read_manifest(folder), device, dtype)
+    mine, other = autoencoder.state_dict(), theirs.state_dict()
+    if mine.keys() != other.keys() or any(
+        mine[name].shape != other[name].shape
+        or not torch.equal(mine[name].to(torch.bfloat16), other[name].to(torch.bfloat16))
+        for name in mine
+    ):
+        raise UserError(
+            f"the teacher in {folder} has another autoencoder; give one that shares this run's, "
+            "and --ae-share 0"
+        )
+    return teacher.requires_grad_(False).eval()
 
 
 @dataclass
@@ -30,6 +50,7 @@ class TrainState:
 
     critic: Critic | None = None
     critic_adam: torch.optim.AdamW | None = None
+    teacher: Transformer | None = None
 
     @classmethod
     def fresh(
@@ -104,6 +125,13 @@ class TrainState:
                 fused=device.type == "cuda",
             )  # fmt: skip
         return self.critic
+
+    def need_teacher(self) -> Transformer:
+        """The one that was given, or the average as it was when it was first asked for, as it would
+        ship; it is no part of a checkpoint."""
+        if self.teacher is None:
+            self.teacher = shipped_copy(self.average)
+        return self.teacher
 
     def clear_gradients(self) -> None:
         self.muon.zero_grad(set_to_none=True)

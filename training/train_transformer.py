@@ -13,7 +13,13 @@ import torch
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import TransformerConfig
 from quantwm.worlds.embedded.transformer import Attend, Transformer
-from training.critic import add_critic_gradient, chunks_of, context_of, critic_loss
+from training.critic import (
+    add_critic_gradient,
+    chunks_of,
+    context_of,
+    critic_loss,
+    mismatched_contexts,
+)
 from training.data import LatentPool
 from training.evaluate import shipped_copy
 from training.gaps import HiddenChunks, draw_gaps
@@ -121,13 +127,20 @@ def draw_clips(
     batch = pool.random_clips(
         stage.batch - rolled, stage.frames, generator, training.revisits
     )  # fmt: skip
-    history = weight = None
+    of_rollouts = {}
     if rolled:
-        own, drawn, of_own = rollouts.draw(rolled, generator)
-        history = torch.cat((batch.latents, drawn))
-        batch = batch.with_more(own)
-        weight = torch.ones(stage.batch, chunks, device=history.device)
-        weight[-rolled:] = of_own
+        own = rollouts.draw(rolled, generator)
+        true = batch.latents
+        batch = batch.with_more(own.clips)
+        like = {"device": true.device}
+        shape = (len(true), stage.frames, config.latent_width)
+        of_rollouts = {
+            "history": torch.cat((true, own.history)),
+            "target": torch.cat((true, own.target)),
+            "weight": torch.cat((torch.ones(shape, **like), own.weight)),
+            "known": torch.cat((torch.ones(shape, dtype=torch.bool, **like), own.known)),
+            "rolled": torch.arange(stage.batch, **like) >= len(true),
+        }
     told = config.pose and training.pose
     pose = training_pose(batch.poses, config.grid[1], training.lost, generator) if told else None
     hidden = None
@@ -136,12 +149,13 @@ def draw_clips(
             batch.marks, chunks, per_chunk, training.gaps, training.context_chunks,
             training.longest_gap, generator,
         )  # fmt: skip
-    return Clips(batch.latents, batch.keys, pose, history, weight, hidden)
+    return Clips(batch.latents, batch.keys, pose, hidden=hidden, **of_rollouts)
 
 
 def judge_step(
     state: TrainState, stage: Stage, training: TransformerTraining, clips: Clips,
     out: torch.Tensor, stream: Stream, loss: torch.Tensor, step: int, seed: int,
+    generator: torch.Generator,
 ) -> torch.Tensor:  # fmt: skip
     """Backward of the model, with the critic's gradient once it has learned a little; then the
     critic's own step on the same prediction. Returns its loss: 2 where it sees no difference, 0
@@ -149,18 +163,27 @@ def judge_step(
     per_chunk, clean = state.model.config.frames_per_chunk, clips.latents.float()
     critic = state.need_critic(training.critic_lr, seed)
     counts = stream.judged[:, 1:].flatten().float()
-    context = context_of(clean, clips.keys, stream.trusted, per_chunk)
+    context = context_of(stream.history, clips.keys, stream.trusted, per_chunk)
+    contexts = (context,)
+    if training.continuity:
+        contexts = (
+            context, context_of(stream.history, clips.keys, stream.shown, per_chunk),
+        )  # fmt: skip
     critic.requires_grad_(False)
     if step < training.critic_warmup:
         loss.backward()
     else:
         weight = sigma_weight(stream.sigma[:, per_chunk::per_chunk], training.sigma_floor)
+        target = clean if clips.target is None else clips.target.float()
         add_critic_gradient(
-            critic, out, loss, clean, context, counts, weight.flatten(), stage.adversarial
+            critic, out, loss, target, contexts, counts, weight.flatten(), stage.adversarial
         )
     critic.requires_grad_(True)
     real, fake = chunks_of(clean, per_chunk), chunks_of(out.detach(), per_chunk)
-    of_critic = critic_loss(critic, real, fake, context, counts)
+    wrong = None
+    if training.continuity:
+        wrong = mismatched_contexts(context, clean.shape[2], generator)
+    of_critic = critic_loss(critic, real, fake, context, counts, wrong)
     of_critic.backward()
     state.critic_adam.step()
     state.critic_adam.zero_grad(set_to_none=True)
@@ -174,7 +197,8 @@ def refill_rollouts(
     if not rollouts.is_stale():
         return
     with failing_as("rollouts"):
-        facts = rollouts.refill(shipped_copy(state.average), pool, generator)
+        teacher = state.need_teacher() if rollouts.has_teacher else None
+        facts = rollouts.refill(shipped_copy(state.average), teacher, pool, generator)
     log.event("rollouts", step=state.step, **facts)
 
 
@@ -221,8 +245,9 @@ def train_stage(
             if stage.adversarial > 0:
                 with failing_as("critic"):
                     of_critic = judge_step(
-                        state, stage, training, clips, out, stream, loss, state.step - first, seed
-                    )
+                        state, stage, training, clips, out, stream, loss, state.step - first, seed,
+                        generator,
+                    )  # fmt: skip
             else:
                 loss.backward()
         torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
