@@ -7,7 +7,8 @@ import argparse
 import torch
 
 from benchmarks.agreement import require
-from benchmarks.qtc import Case, compare, passed
+from benchmarks.qtc import compare, passed
+from benchmarks.qtc_case import Case
 from quantwm.cache.formats.qtc_tokens import Tokens
 
 SIZES = ((40, 3, 2), (3, 1, 9), (7, 2, 1))  # heads, frames of 1,560 tokens, layers

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +25,7 @@ from benchmarks.agreement_groups import agree_groups
 from benchmarks.agreement_qtc import agree_qtc
 from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace
+from benchmarks.apart import all_at_once
 from benchmarks.chunk_syncs import check_one_sync_a_chunk
 from benchmarks.guards import guarded_allocations
 from benchmarks.histories import LayerHistory, clustered
@@ -280,29 +277,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _all_checks() -> dict[str, dict[str, Any]]:
-    """Every check in a process of its own, at once: most of their time is compiling on the CPU.
-
-    Each in a pool of its own too: a process that the device kills takes its pool with it.
-    """
+    """Every check in a process of its own, at once: most of their time is compiling on the CPU."""
     threads = max(1, (os.cpu_count() or 1) // 4)
-    context = multiprocessing.get_context("spawn")
     done: dict[str, dict[str, Any]] = {}
-    with ExitStack() as pools:
-        running = {
-            pools.enter_context(ProcessPoolExecutor(1, context)).submit(
-                _outcome, name, threads
-            ): name
-            for name in CHECKS
-        }
-        for finished in as_completed(running):
-            name = running[finished]
-            try:
-                done[name] = finished.result()
-            except BrokenProcessPool as died:
-                done[name] = {"ok": False, "seconds": 0.0, "failure": str(died)}
-            check = done[name]
-            verdict = "ok  " if check["ok"] else "FAIL"
-            print(f"{verdict} {name} ({check['seconds']} s) {check['failure'] or ''}", flush=True)
+    for name, check in all_at_once(_outcome, list(CHECKS), threads):
+        if isinstance(check, RuntimeError):
+            check = {"ok": False, "seconds": 0.0, "failure": str(check)}
+        done[name] = check
+        verdict = "ok  " if check["ok"] else "FAIL"
+        print(f"{verdict} {name} ({check['seconds']} s) {check['failure'] or ''}", flush=True)
     return {name: done[name] for name in CHECKS}
 
 

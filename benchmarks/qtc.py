@@ -5,24 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks import qtc_tune
+from benchmarks.qtc_case import ROPE, Case
 from benchmarks.timing import copy_ceiling, device_named, hardware, measure
-from quantwm.cache import explain, make_format
-from quantwm.cache.formats import QueryGuide, qtc_span, qtc_tokens
-from quantwm.cache.formats.qtc import QtcFormat
-from quantwm.cache.formats.qtc_learner import QtcLearner
-from quantwm.cache.formats.qtc_lesson import SlotGuide
-from quantwm.cache.formats.qtc_span import QtcSpan
+from quantwm.cache import explain
+from quantwm.cache.formats import qtc_span, qtc_tokens
 from quantwm.cache.formats.qtc_tokens import Tokens
-from quantwm.cache.positions import TokenPositions
-from quantwm.cache.spec import RopeLayout
-
-ROPE = RopeLayout((44, 42, 42), (30, 52))  # LingBot's 480p: 1,560 tokens a frame
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,57 +27,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--tune", action="store_true", help="also time other launch rows")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-
-
-class Case:
-    """Correlated keys, queries, values of LingBot's size; a learner that has seen a chunk."""
-
-    def __init__(self, options: argparse.Namespace, preset: str) -> None:
-        self.device = device_named(options.device)
-        self.format: QtcFormat = make_format("qtc", preset=preset)
-        self.heads, self.tokens = options.heads, options.frames * 1560
-        generator = torch.Generator(self.device).manual_seed(0)
-
-        def draw() -> Tensor:
-            size = (self.heads, 128, 128)
-            mix = torch.randn(size, generator=generator, device=self.device) / 11
-            mix *= torch.logspace(1, -1, 128, device=self.device)
-            noise = torch.randn(
-                (self.heads, self.tokens, 128), generator=generator, device=self.device
-            )
-            return (noise @ mix + 1).to(torch.bfloat16)
-
-        self.q, self.k, self.v = draw(), draw(), draw()
-        self.positions = TokenPositions(0, self.tokens)
-        self.layers = options.layers
-        learner = self.format.learner(self.layers, self.heads, 128, ROPE, None, 1560, self.device)
-        seen = learner.observe(0, self.k, self.v, self.q, self.positions, None)
-        self.learner: QtcLearner = learner.with_chunk(dict.fromkeys(range(self.layers), seen))
-        self.lesson = self.learner.lesson(None)
-        self.learned = self.learner.guide(self.lesson, self.positions)
-
-    @property
-    def slot(self) -> SlotGuide:
-        return self.learned.of_slot(0)
-
-    def encode(self, role: str, layer: int = 0) -> QtcSpan:
-        """With metric and projection of its run of layers at hand."""
-        x = self.k if role == "keys" else self.v
-        guide = QueryGuide(learned=self.learned.of_slot(layer))
-        return self.format.encode(x, None, role, guide)  # type: ignore[arg-type]
-
-    def encode_all(self) -> None:
-        """Keys and values of all layers, from nothing at hand, as a clean pass does."""
-        self.learned.forget()
-        for layer in range(self.layers):
-            for role in ("keys", "values"):
-                self.encode(role, layer)
-
-    def span(self, role: str, chunks: int) -> QtcSpan:
-        span = joined = self.encode(role)
-        for _ in range(chunks - 1):
-            joined = self.format.join(joined, span)
-        return joined
 
 
 @contextmanager
@@ -176,7 +118,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             result["agreement"][preset] = compare(case)
         result["rows"] += timed(case, preset, options)
         if options.tune and preset == "medium" and device.type == "cuda":
-            result["tuning"] = tune(case, options)
+            result["tuning"] = qtc_tune.tune(options)
     result["ok"] = all(passed(found) for found in result["agreement"].values())
     result["ceiling"] = copy_ceiling(device)
     return result
@@ -239,46 +181,6 @@ def _made_ready(case: Case) -> None:
     case.slot.metric(128)
 
 
-DECODE_ROWS = (
-    (64, 4, 0), (64, 4, 128), (64, 8, 0), (64, 8, 80), (128, 8, 0), (128, 8, 128), (32, 4, 0),
-)  # fmt: skip
-ENCODE_ROWS = (
-    (64, 8, 0), (64, 8, 128), (64, 4, 0), (128, 8, 0), (32, 8, 0), (16, 4, 0), (64, 16, 128),
-)  # fmt: skip
-"""Tokens of a program, warps, registers of a thread (0: any)."""
-
-
-def tune(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of other launch rows; the shipped ones are put back."""
-    from kernels import qtc_tuning
-    from kernels.tuning import Launch
-
-    rows: list[dict[str, Any]] = []
-    tokens = options.chunks * case.tokens
-    out = torch.empty(case.heads, tokens, 128, dtype=torch.bfloat16, device=case.device)
-    kept = dict(qtc_tuning.DECODE), dict(qtc_tuning.ENCODE)
-    try:
-        for block, warps, most in DECODE_ROWS:
-            qtc_tuning.DECODE[128] = Launch(block, 0, warps, 1, "", most)
-            for role in ("keys", "values"):
-                span = case.span(role, options.chunks)
-                work = partial(span.decode, out, 0, 0, tokens)
-                ms = measure(work, case.device, 10).median
-                rows.append({"decode": [block, warps, most], "role": role, "ms": round(ms, 4)})
-        seen = Tokens.of(case.k, ROPE, case.positions)
-        slot, mean = case.slot, torch.zeros(case.heads, 128, device=case.device)
-        metric, projection = slot.metric(128), slot.projection("keys")
-        for block, warps, most in ENCODE_ROWS:
-            qtc_tuning.ENCODE[128] = Launch(block, 0, warps, 1, "", most)
-            work = partial(seen.encoded, mean, slot.keys, metric, 2, True, projection)
-            ms = measure(work, case.device, 10).median
-            rows.append({"encode": [block, warps, most], "ms": round(ms, 4)})
-    finally:
-        qtc_tuning.DECODE.update(kept[0])
-        qtc_tuning.ENCODE.update(kept[1])
-    return rows
-
-
 def table(result: dict[str, Any]) -> str:
     lines = [f"{result['hardware']['device']}, {result['shape']}; {result['kernels']}"]
     for preset, found in result["agreement"].items():
@@ -289,7 +191,6 @@ def table(result: dict[str, Any]) -> str:
             f"{row['preset']:8} {row['what']:34} {row['median']:8.3f} ms "
             f"(host too {row['eager']:.3f}) {rate}"
         )
-    for row in sorted(result.get("tuning", []), key=lambda row: row["ms"]):
-        lines.append("  ".join(f"{key} {value}" for key, value in row.items()))
+    lines += qtc_tune.lines(result.get("tuning", []))
     lines.append(f"ceiling {result['ceiling']}; agreement {'ok' if result['ok'] else 'FAILED'}")
     return "\n".join(lines)

@@ -14,15 +14,16 @@ from kernels.qtc_tile import Turning, block_words, turn_tiles
 
 
 @triton.jit
-def _pair(pairs_ptr, two, third, bits, above, PLACE: tl.constexpr):
+def _pair(pairs_ptr, two, top, PLACE: tl.constexpr):
     """The two levels of pair PLACE of every block, int32 like two.
 
-    two: digits 0 and 1 of every other pair, a byte each; third: digit 2, 4 bits each; bits: the odd
-    ones, 2 bits each, which stand at `above` in a pair's code.
+    two: nibbles 0 and 1 of every other pair, a byte each; top: nibble 2 of every pair.
     """
     code = (two >> (PLACE // 2 * 8)) & 255
-    code += ((third >> (4 * PLACE)) & 15) << 8
-    code += ((bits >> (2 * PLACE)) & 3) << above
+    if PLACE < 2:
+        code |= (top << (8 - 4 * PLACE)) & 3840
+    else:
+        code |= (top >> (4 * PLACE - 8)) & 3840
     return tl.load(pairs_ptr + code)
 
 
@@ -31,57 +32,57 @@ def _words(
     codes_ptr, widths_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
     NB: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Of some blocks their widths int32 [BLOCKS], and their digits and odd bits as `_pair` wants
-    them, int32 [BLOCK_N, BLOCKS] each, digits 0 and 1 of even pairs and of odd ones."""
+    """Of some blocks what `_pair` wants: its words for even pairs and for odd ones and the third
+    nibbles, int32 [BLOCK_N, BLOCKS] each; and where each block's pairs of levels begin, [BLOCKS].
+
+    A pair's code is the nibbles digit 0, digit 1, digit 2; the odd bits, spread to two of each
+    nibble, are the nibble behind the digits that there are.
+    """
     width, second, third, odd, with_second, with_third = block_words(widths_ptr, FIRST, BLOCKS, NB)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + token[:, None] * (WORDS // 2)
-    block = FIRST + tl.arange(0, BLOCKS)
+    # Widths end at 6: `nothing` is 0, but hides that these words follow each other. Known to, they
+    # are loaded in another layout than the look-ups, and all eight pairs then pass through shared
+    # memory, with 32 barriers.
+    nothing = width >> 3
+    block = FIRST + tl.arange(0, BLOCKS) + nothing
     rows = valid[:, None]
-    low = tl.load(words_ptr + block[None, :], mask=rows & (width >= 2)[None, :], other=0)
-    even, odd_pairs = low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F
-    top = tl.zeros_like(low)
-    if with_second > FIRST:
-        held = rows & (width >= 4)[None, :]
-        high = tl.load(words_ptr + second[None, :], mask=held, other=0)
-        even |= (high & 0x0F0F0F0F) << 4
-        odd_pairs |= ((high >> 4) & 0x0F0F0F0F) << 4
-    if with_third > FIRST:
-        held = rows & (width >= 6)[None, :]
-        top = tl.load(words_ptr + third[None, :], mask=held, other=0)
+    first = tl.load(words_ptr + block[None, :], mask=rows & (width >= 2)[None, :], other=0)
     held = rows & (width % 2 == 1)[None, :]
     bits = tl.load(codes_ptr + token[:, None] * WORDS + odd[None, :], mask=held, other=0)
-    return width, even, odd_pairs, top, bits.to(tl.int32)
+    bits = bits.to(tl.int32) & 0xFFFF
+    bits = (bits | (bits << 8)) & 0x00FF00FF
+    bits = (bits | (bits << 4)) & 0x0F0F0F0F
+    bits = (bits | (bits << 2)) & 0x33333333
+    first |= tl.where((width == 1)[None, :], bits, 0)
+    middle = tl.where((width == 3)[None, :], bits, 0)
+    top = tl.where((width == 5)[None, :], bits, 0)
+    if with_second > FIRST:
+        held = rows & (width >= 4)[None, :]
+        middle |= tl.load(words_ptr + (second + nothing)[None, :], mask=held, other=0)
+    if with_third > FIRST:
+        held = rows & (width >= 6)[None, :]
+        top |= tl.load(words_ptr + (third + nothing)[None, :], mask=held, other=0)
+    even = (first & 0x0F0F0F0F) | ((middle & 0x0F0F0F0F) << 4)
+    odd_pairs = ((first >> 4) & 0x0F0F0F0F) | (middle & -0x0F0F0F10)
+    return even, odd_pairs, top, ((1 << (2 * width)) - 1) // 3
 
 
 @triton.jit
-def _levels(
-    codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
-    NB: tl.constexpr, WORDS: tl.constexpr, DOT_DTYPE: tl.constexpr,
-):  # fmt: skip
+def _levels(even, odd, top, begin, pairs_ptr, DOT_DTYPE: tl.constexpr):
     """Levels of some blocks' first and second channels of every pair, [BLOCK_N, 8 * BLOCKS] each.
 
-    pairs: int32 [5461], the two BF16 levels of a pair of codes, lower channel in the lower half;
-    codes of w bits begin at (4**w - 1) / 3. Both codes' digit 0 is 4 bits, then digit 1, digit 2,
-    the odd bits: the order in which they lie in the words. The eight pairs of a block are taken
-    one by one, so that a word is loaded once and not by eight threads; the joins put pair
-    4 x + 2 y + z where it belongs. Two halves and not one matrix: put together again they cost
-    three times the moves.
+    even, odd, top, begin: of `_words`. pairs: int32 [5461], the two BF16 levels of a pair of codes,
+    lower channel in the lower half. The eight pairs of a block are taken one by one, so that a word
+    is loaded once and not by eight threads; the joins put pair 4 x + 2 y + z where it belongs. Two
+    halves and not one matrix: put together again they cost three times the moves.
     """
-    width, even, odd, third, bits = _words(
-        codes_ptr, widths_ptr, token, valid, FIRST, BLOCKS, NB, WORDS
-    )
-    above = (width // 2 * 4)[None, :]
-    pairs = pairs_ptr + (((1 << (2 * width)) - 1) // 3)[None, :]
-    p0 = tl.join(
-        _pair(pairs, even, third, bits, above, 0), _pair(pairs, even, third, bits, above, 4)
-    )
-    p1 = tl.join(_pair(pairs, odd, third, bits, above, 1), _pair(pairs, odd, third, bits, above, 5))
-    p2 = tl.join(
-        _pair(pairs, even, third, bits, above, 2), _pair(pairs, even, third, bits, above, 6)
-    )
-    p3 = tl.join(_pair(pairs, odd, third, bits, above, 3), _pair(pairs, odd, third, bits, above, 7))
+    pairs = pairs_ptr + begin[None, :]
+    p0 = tl.join(_pair(pairs, even, top, 0), _pair(pairs, even, top, 4))
+    p1 = tl.join(_pair(pairs, odd, top, 1), _pair(pairs, odd, top, 5))
+    p2 = tl.join(_pair(pairs, even, top, 2), _pair(pairs, even, top, 6))
+    p3 = tl.join(_pair(pairs, odd, top, 3), _pair(pairs, odd, top, 7))
     both = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    both = tl.reshape(both, (token.shape[0], 8 * BLOCKS))
+    both = tl.reshape(both, (even.shape[0], 8 * even.shape[1]))
     if tl.bfloat16 == DOT_DTYPE:
         low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -146,14 +147,11 @@ def _operands(
 
 @triton.jit
 def _added(
-    even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, FIRST: tl.constexpr,
-    BLOCKS: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr, D: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    even, odd, words, pairs_ptr, rows_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
+    NB: tl.constexpr, D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """even and odd plus what some blocks add to them."""
-    low, high = _levels(
-        codes_ptr, widths_ptr, pairs_ptr, token, valid, FIRST, BLOCKS, NB, WORDS, DOT_DTYPE
-    )
+    """even and odd plus what some blocks add to them. words: of `_words`."""
+    low, high = _levels(words[0], words[1], words[2], words[3], pairs_ptr, DOT_DTYPE)
     to_even, to_odd = _operands(rows_ptr, FIRST, BLOCKS, NB, D)
     even = tl.dot(low, to_even, even, input_precision="ieee")
     odd = tl.dot(low, to_odd, odd, input_precision="ieee")
@@ -164,22 +162,27 @@ def _added(
 
 
 @triton.jit
-def _with_means(
-    even, odd, gain, means_ptr, chunk_stops_ptr, rows, last, n_chunks, D: tl.constexpr
-):  # fmt: skip
-    """Gain times even and odd, plus the mean of every token's chunk. means_ptr: of the head; last:
-    the block's last token.
-
-    A block of tokens mostly lies in one chunk, whose mean is then all that is read.
-    """
-    pair = tl.arange(0, D // 2)
-    rows, last = rows.to(tl.int32), last.to(tl.int32)  # chunk stops are no longer
+def _chunks_of(chunk_stops_ptr, first_token, last_token, n_chunks):
+    """Chunks of a block's first and last token."""
     first_chunk = 0
     last_chunk = 0
     for c in range(0, n_chunks - 1):
         stop = tl.load(chunk_stops_ptr + c)
-        first_chunk += (last - rows.shape[0] + 1 >= stop).to(tl.int32)
-        last_chunk += (last >= stop).to(tl.int32)
+        first_chunk += (first_token >= stop).to(tl.int32)
+        last_chunk += (last_token >= stop).to(tl.int32)
+    return first_chunk, last_chunk
+
+
+@triton.jit
+def _with_means(
+    even, odd, gain, means_ptr, chunk_stops_ptr, rows, first_chunk, last_chunk, D: tl.constexpr
+):  # fmt: skip
+    """Gain times even and odd, plus the mean of every token's chunk. means_ptr: of the head.
+
+    A block of tokens mostly lies in one chunk, whose mean is then all that is read.
+    """
+    pair = tl.arange(0, D // 2)
+    rows = rows.to(tl.int32)  # chunk stops are no longer
     mean_even = tl.load(means_ptr + first_chunk * D + pair)
     mean_odd = tl.load(means_ptr + first_chunk * D + D // 2 + pair)
     even = even * gain + mean_even[None, :]
@@ -196,14 +199,15 @@ def _with_means(
 
 @triton.jit
 def _finished(
-    even, odd, out_ptr, out_stride_n, offset, start, codes, means_ptr, chunk_stops_ptr,
-    gain_table_ptr, phases_ptr, places_ptr, first_place, n_chunks, rows, last, valid,
-    D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr,
-    GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
+    even, odd, out_ptr, out_stride_n, offset, start, gain, means_ptr, chunk_stops_ptr,
+    phases_ptr, places_ptr, first_place, first_chunk, last_chunk, rows, valid, D: tl.constexpr,
+    TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr, GRID_ROWS: tl.constexpr,
+    GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Gain, mean and RoPE put to the product, and the tokens stored. codes: of the gains."""
-    gain = tl.load(gain_table_ptr + codes)[:, None]
-    even, odd = _with_means(even, odd, gain, means_ptr, chunk_stops_ptr, rows, last, n_chunks, D)
+    """Gain, mean and RoPE put to the product, and the tokens stored."""
+    even, odd = _with_means(
+        even, odd, gain[:, None], means_ptr, chunk_stops_ptr, rows, first_chunk, last_chunk, D
+    )
     if TURN:
         sine, cosine = turn_tiles(
             phases_ptr, places_ptr, first_place, 1, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
@@ -253,27 +257,37 @@ def decode_qtc_kernel(
     FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
     FOUR: tl.constexpr = NB // 4
     REST: tl.constexpr = 0 if NB % 4 == 0 else (4 if NB % 4 == 3 else 2)
+    PARTS: tl.constexpr = FOUR + (1 if REST else 0)
     first = start + tl.program_id(0).to(tl.int64) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
     valid = rows < stop
     token = head * n_tokens + rows
     even = tl.zeros((BLOCK_N, D // 2), tl.float32)
     odd = tl.zeros((BLOCK_N, D // 2), tl.float32)
-    for four in tl.static_range(0, FOUR):
+    # What comes from far is asked for before it is wanted: a block waits for memory, and few
+    # blocks fit beside each other.
+    words = _words(
+        codes_ptr, widths_ptr, token, valid, 0, 4 if FOUR else REST, NB, WORDS
+    )  # fmt: skip
+    gain = tl.load(gain_table_ptr + tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32))
+    first_chunk, last_chunk = _chunks_of(
+        chunk_stops_ptr, first.to(tl.int32), first.to(tl.int32) + BLOCK_N - 1, n_chunks
+    )
+    for part in tl.static_range(0, PARTS):
+        now = words
+        if part + 1 < PARTS:
+            words = _words(
+                codes_ptr, widths_ptr, token, valid, 4 * part + 4, 4 if part + 1 < FOUR else REST,
+                NB, WORDS,
+            )  # fmt: skip
         even, odd = _added(
-            even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, 4 * four, 4, NB,
-            WORDS, D, DOT_DTYPE,
+            even, odd, now, pairs_ptr, rows_ptr, 4 * part, 4 if part < FOUR else REST, NB, D,
+            DOT_DTYPE,
         )  # fmt: skip
-    if REST:
-        even, odd = _added(
-            even, odd, codes_ptr, widths_ptr, pairs_ptr, rows_ptr, token, valid, 4 * FOUR, REST,
-            NB, WORDS, D, DOT_DTYPE,
-        )  # fmt: skip
-    gain_codes = tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32)
     _finished(
-        even, odd, out_ptr, out_stride_n, offset, start, gain_codes, means_ptr, chunk_stops_ptr,
-        gain_table_ptr, phases_ptr, places_ptr, first_place, n_chunks, rows, first + BLOCK_N - 1,
-        valid, D, TURN, TIME, ROW, GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
+        even, odd, out_ptr, out_stride_n, offset, start, gain, means_ptr, chunk_stops_ptr,
+        phases_ptr, places_ptr, first_place, first_chunk, last_chunk, rows, valid, D, TURN, TIME,
+        ROW, GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch, make_format
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch, fused, make_format
 from quantwm.cache import attention as attention_module
 from quantwm.cache.attention import attention
 from quantwm.cache.formats.qvg import QvgConfig, QvgFormat
@@ -124,6 +124,28 @@ def test_low_memory_on_a_cpu_is_staged_and_says_so(
     other = filled("quantwm", Workspace(mode=mode)).attend(0, *queries())
     assert torch.equal(staged, other)
     assert f"attention is staged where it was to be {says}: PyTorch" in dispatch.explain("cpu")
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"), [("quantwm", "affine"), ("qvg", "ternary"), ("bf16", "plain")]
+)
+def test_what_goes_to_the_fused_kernel(
+    monkeypatch: pytest.MonkeyPatch, method: str, kind: str
+) -> None:
+    """Packed spans as they lie and the chunk's own tokens behind them."""
+    seen: list[str] = []
+
+    class Kernel:
+        def unsupported_queries(self, q: Tensor) -> None:
+            return None
+
+        def fused(self, q: Tensor, segments: list[fused.Shown], scale: float) -> Tensor:
+            seen.extend(side.kind for keys, values, *_ in segments for side in (keys, values))
+            return q
+
+    monkeypatch.setattr(fused, "fused_kernel", lambda device: Kernel())
+    filled(method, Workspace(mode="fused")).attend(0, *queries())
+    assert set(seen) == {kind, "plain"} and seen[-2:] == ["plain"] * 2
 
 
 def test_slabs_are_few_and_equal() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantwm.cache import CachePolicy, KVCache, dispatch, make_format
 from quantwm.cache.formats.qtc_learner import attention_mass, weighed_by
+from quantwm.cache.formats.qtc_lesson import SlotGuide
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
@@ -53,6 +54,18 @@ def test_without_output_weights_errors_are_plain_and_that_is_said(
     lane = _output_lane(None, value_metric="output")
     assert torch.equal(lane.cache.history(0)[1], _output_lane(None).cache.history(0)[1])
     assert "this world gives no output weights" in dispatch.explain("cpu")
+
+
+def test_what_is_at_hand_for_plain_errors_is_not_taken_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A projection made before is one in the plain metric: values by output weights make theirs."""
+    asked: list[str] = []
+    monkeypatch.setattr(SlotGuide, "projection", lambda self, role: asked.append(role))
+    _output_lane(torch.eye(32).expand(2, 32, 32), value_metric="output")
+    assert set(asked) == {"keys"}
+    _output_lane(None)
+    assert set(asked) == {"keys", "values"}
 
 
 def test_a_world_s_output_weights_reach_the_format() -> None:

@@ -12,10 +12,6 @@ from quantwm.cache.slabs import SLAB_BYTES, attend_slabs
 from quantwm.cache.unrotation import wants_unrotated
 from quantwm.cache.workspace import Workspace
 
-UNPROVEN = ("affine",)
-"""Sides that the kernel computes but that attention is not trusted to: on an H200 (2026-11-29) two
-runs with PSAC rows differed. `python -m benchmarks gpu-check` tries them ("fused")."""
-
 Shown = tuple[Side, Side, int, int]
 """Keys and values of a segment, and the tokens of it that are seen."""
 
@@ -60,9 +56,7 @@ def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:
             return f"the format {fmt.name} has no fused form"
         if wants_unrotated(fmt):
             return f"{fmt.name} turns un-rotated keys once it has decoded them"
-        sides = [fmt.side(s) for s in (segment.keys[reading.slot], segment.values[reading.slot])]
-        if any(side.kind in UNPROVEN for side in sides):
-            return f"the fused kernel is not proven for {fmt.name}"
-        shown.append((*sides, start, stop))
+        keys, values = segment.keys[reading.slot], segment.values[reading.slot]
+        shown.append((fmt.side(keys), fmt.side(values), start, stop))
     own = (Side("plain", t.to(q.dtype)) for t in (reading.k, reading.v))
     return [*shown, (*own, 0, reading.k.shape[1])]

@@ -203,8 +203,11 @@ class QtcFormat:
             mean_codes, mean_scales, mean = tokens_in.coded_mean(about)
         else:
             (mean_codes, mean_scales), mean = qtc_gain.mean_codes(about, about), about
+        # Made at hand for keys in the queries' metric and values in the plain one, no other.
+        plain = role == "keys" or config.value_metric != "output"
+        projection = known.projection(role) if plain else None
         codes, gains = tokens_in.encoded(
-            mean, basis, metric, config.plain_bits, config.token_gains, known.projection(role)
+            mean, basis, metric, config.plain_bits, config.token_gains, projection
         )
         rope = tokens_in.rope
         return QtcSpan(
