@@ -35,8 +35,12 @@ from quantwm.cache import (
     reference,
 )
 from quantwm.cache import fused as attention_modes
+from quantwm.cache.batch import encode_slots
+from quantwm.cache.chunk import Codebooks, encode_pair
+from quantwm.cache.codebook import Codebook
 from quantwm.cache.dispatch import TritonOps
-from quantwm.cache.formats import QueryGuide
+from quantwm.cache.formats import QueryGuide, quantwm, qvg, qvg_pro
+from quantwm.cache.segments import ChunkGuide, SpanPlan
 
 OPS = TritonOps(kmeans, encode, decode, groups, stages)
 
@@ -178,6 +182,40 @@ def test_constant_zero_keys_stay_zero() -> None:
     basis, eigenvalues = torch.eye(64)[None, :, :4].bfloat16().contiguous(), torch.ones(1, 4)
     packed = encode.encode_quantwm(x, ids, centroids, 32, 1.0, basis, eigenvalues)
     assert not any(t.any() for t in packed)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+@pytest.mark.parametrize("name", ["qvg", "qvg-pro", "quantwm"])
+def test_heads_of_many_layers_are_encoded_as_those_of_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, opens: bool
+) -> None:
+    for module in (qvg, qvg_pro, quantwm):
+        monkeypatch.setattr(module, "ops_for", lambda device: OPS)
+    monkeypatch.setattr(tuning, "UPDATE_SPLIT_TOKENS", 1)
+    fmt = make_format(name, centroids=5, group_size=16)
+    generator, slots, shape = torch.Generator().manual_seed(5), (2, 0, 1), (3, 2, 37, 64)
+    k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    weights = torch.rand(3, 2, 64, generator=generator) + 0.5
+    basis = torch.linalg.qr(torch.randn(3, 2, 64, 8, generator=generator))[0].bfloat16()
+    eigenvalues = torch.rand(3, 2, 8, generator=generator) + 1.0
+    plan = SpanPlan(1, 37, basis=basis, eigenvalues=eigenvalues)
+    guide = ChunkGuide(plan, weights)
+    pairs = {
+        slot: tuple(fmt.fit(x[slot].flip(1), generator, None) for x in (k, v)) for slot in slots
+    }
+    books = Codebooks(0 if opens else 1, pairs)
+    given = fmt, generator, slots, k, v, guide, [pairs[slot] for slot in slots], opens
+    for place, (spans, fitted) in enumerate(encode_slots(*given)):
+        one = encode_pair(fmt, generator, slots[place], k[place], v[place], guide, books)
+        for mine, wanted in zip((*spans, *fitted), (*one[0], *one[1]), strict=True):
+            for ours, theirs in zip(_tensors(fmt, mine), _tensors(fmt, wanted), strict=True):
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def _tensors(fmt: Any, held: Any) -> list[torch.Tensor]:
+    if isinstance(held, Codebook):
+        return list(held.tensors())
+    return [tensor.contiguous() for part in fmt.parts(held).values() for tensor in part]
 
 
 def test_a_wrong_kernel_is_noticed() -> None:
