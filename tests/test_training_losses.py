@@ -257,6 +257,21 @@ def test_columns_of_no_weight_do_not_count(clips):
     assert weighted_error(out, clean, sigma, CHUNK, 0.4, weight)[0] == 0
 
 
+def test_a_teacher_says_what_is_where_and_not_how_sharp(clips):
+    clean, sigma = clips.latents, torch.full((2, FRAMES), 0.75)
+    known = torch.zeros(2, FRAMES, clean.shape[-1], dtype=torch.bool)
+    rows, columns = torch.arange(clean.shape[-2])[:, None], torch.arange(clean.shape[-1])
+    grain = (1 - 2 * ((rows + columns) % 2)).float()
+    errors = {}
+    for name, change in (("grain", grain), ("shift", torch.ones_like(grain))):
+        for told in (None, known, ~known):
+            loss, mse = weighted_error(clean + change, clean, sigma, CHUNK, 0.4, None, told)
+            assert float(mse) == pytest.approx(1, rel=1e-4)
+            errors.setdefault(name, []).append(float(loss) * 0.75**2)
+    assert errors["shift"] == pytest.approx([1, 1, 1], rel=1e-4)
+    assert errors["grain"][1] < 0.1 and errors["grain"][::2] == pytest.approx([1, 1], rel=1e-4)
+
+
 def test_faded_histories_are_weaker_from_a_chunk_on_and_keep_their_context():
     history = torch.randn(64, FRAMES, 3, 6, 8, generator=rng(1)) + 1
     weak = faded(history, 0.5, CHUNK, 1, rng(2))
