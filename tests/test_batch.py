@@ -15,6 +15,7 @@ from quantwm.cache.plan import Workload, plan
 from quantwm.cache.remedy import CacheMemoryError
 from quantwm.errors import UserError
 from tests.cache_helpers import LASTING, SETTINGS, SPEC, live_bytes, make_cache, qkv, same_bytes
+from tests.host_syncs import HostSyncs
 from tests.test_beside import Streams
 
 WIDE = replace(SPEC, layers=10)
@@ -193,6 +194,16 @@ def test_extremes_name_the_layer() -> None:
     assert finite == [True, True, True, True, False, True]
     with pytest.raises(UserError, match=r"layer 5 values \(stream self\) hold NaN or infinity"):
         checks.check_flags(chunk, finite)
+
+
+def test_nothing_is_read_back(streams: Streams) -> None:
+    cache = _chunks(make_cache("quantwm", CachePolicy(span_tokens=6), WIDE))
+    cache.begin_chunk(2, SPEC.frames_per_chunk)
+    _attend(cache, range(3))
+    chunk = cache._require_open("a test")
+    with HostSyncs() as seen:
+        cache._encode_batch(chunk, chunk.batch)
+    assert not seen.names and sorted(chunk.writes) == [0, 1, 2]
 
 
 def test_small_layers_are_encoded_together_and_large_ones_alone() -> None:
