@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
     parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
+    parser.add_argument("--alone", action="store_true", help="encode each layer by itself")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 

@@ -9,13 +9,14 @@ import sys
 import time
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from benchmarks.stopwatch import Target, split_time
 from benchmarks.timing import device_named, hardware
-from quantwm.cache import FORMATS, KVCache
+from quantwm.cache import FORMATS, KVCache, batch
 from quantwm.cache import attention as cache_attention
 from quantwm.cache.beside import in_turn
 from quantwm.cache.reading import Reading
@@ -41,6 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
     parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
+    parser.add_argument("--alone", action="store_true", help="encode each layer by itself")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -60,7 +62,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     groups = [names] if options.together else [[name] for name in names]
     rows = []
     for group in groups:
-        with in_turn() if options.in_turn else nullcontext():
+        together = 0 if options.alone else batch.BATCH_BYTES
+        with (
+            in_turn() if options.in_turn else nullcontext(),
+            patch.object(batch, "BATCH_BYTES", together),
+        ):
             rows.append(_row(walked, group, options))
         # A run that is cut short has said what it knows.
         print("\n".join(_lines(rows[-1])), file=sys.stderr, flush=True)
