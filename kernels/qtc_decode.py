@@ -151,13 +151,13 @@ def _added(
     NB: tl.constexpr, D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """even and odd plus what some blocks add to them. words: of `_words`."""
+    low_even, low_odd = _operands(rows_ptr, FIRST, BLOCKS, NB, D)
+    high_even, high_odd = _operands(rows_ptr + 8 * NB * D, FIRST, BLOCKS, NB, D)
     low, high = _levels(words[0], words[1], words[2], words[3], pairs_ptr, DOT_DTYPE)
-    to_even, to_odd = _operands(rows_ptr, FIRST, BLOCKS, NB, D)
-    even = tl.dot(low, to_even, even, input_precision="ieee")
-    odd = tl.dot(low, to_odd, odd, input_precision="ieee")
-    to_even, to_odd = _operands(rows_ptr + 8 * NB * D, FIRST, BLOCKS, NB, D)
-    even = tl.dot(high, to_even, even, input_precision="ieee")
-    odd = tl.dot(high, to_odd, odd, input_precision="ieee")
+    even = tl.dot(low, low_even, even, input_precision="ieee")
+    odd = tl.dot(low, low_odd, odd, input_precision="ieee")
+    even = tl.dot(high, high_even, even, input_precision="ieee")
+    odd = tl.dot(high, high_odd, odd, input_precision="ieee")
     return even, odd
 
 
@@ -181,19 +181,18 @@ def _with_means(
 
     A block of tokens mostly lies in one chunk, whose mean is then all that is read.
     """
-    pair = tl.arange(0, D // 2)
+    mean_ptr = means_ptr + first_chunk * D + tl.arange(0, D // 2)
     rows = rows.to(tl.int32)  # chunk stops are no longer
-    mean_even = tl.load(means_ptr + first_chunk * D + pair)
-    mean_odd = tl.load(means_ptr + first_chunk * D + D // 2 + pair)
-    even = even * gain + mean_even[None, :]
-    odd = odd * gain + mean_odd[None, :]
+    even = even * gain + tl.load(mean_ptr)[None, :]
+    odd = odd * gain + tl.load(mean_ptr + D // 2)[None, :]
+    # Both means are read again here: carried along, they would be the most registers at once.
     for c in range(first_chunk + 1, last_chunk + 1):
-        next_even = tl.load(means_ptr + c * D + pair)
-        next_odd = tl.load(means_ptr + c * D + D // 2 + pair)
         later = (rows >= tl.load(chunk_stops_ptr + c - 1))[:, None]
-        even += tl.where(later, (next_even - mean_even)[None, :], 0.0)
-        odd += tl.where(later, (next_odd - mean_odd)[None, :], 0.0)
-        mean_even, mean_odd = next_even, next_odd
+        step = tl.load(mean_ptr + D) - tl.load(mean_ptr)
+        even += tl.where(later, step[None, :], 0.0)
+        step = tl.load(mean_ptr + D + D // 2) - tl.load(mean_ptr + D // 2)
+        odd += tl.where(later, step[None, :], 0.0)
+        mean_ptr += D
     return even, odd
 
 

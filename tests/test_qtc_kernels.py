@@ -100,12 +100,13 @@ def test_every_launch_row_compiles(
             assert "wgmma.mma_async" in ptx or "mma.sync" in ptx, f"no tensor cores: {label}"
 
 
-def test_look_ups_of_levels_meet_no_barrier(launches: list[Launched]) -> None:
-    """Codes and look-ups have one layout: else each pair of channels passes through shared memory,
-    which made 45 barriers of these 13."""
+def test_decoding_waits_for_little(launches: list[Launched]) -> None:
+    """Codes have the layout in which levels are looked up: else each pair of channels passes through
+    shared memory, with 45 barriers. Up to 128 registers, four programs share a multiprocessor."""
     run_launchers(128, 96, 16, True)
     decode = next(x for x in launches if x.kernel.__name__ == "decode_qtc_kernel")
-    assert compile_launch(decode)[0].asm["ptx"].count("bar.sync") <= 20
+    compiled, used = compile_launch(decode)
+    assert compiled.asm["ptx"].count("bar.sync") <= 12 and used["REG"] <= 128
 
 
 def test_no_row_encodes_64_tokens_at_once() -> None:
