@@ -170,7 +170,8 @@ def test_verdicts_follow_the_numbers():
     assert judge("c", figure(2, 1, 3), "dB", "x").word == "holds"
     assert judge("c", figure(-2, -3, -1), "dB", "x").word == "does not hold"
     assert judge("c", figure(1, -1, 3), "dB", "x").word == "undecided"
-    assert judge("c", figure(2, 1, 3, count=1), "dB", "x").word == "undecided"
+    assert judge("c", figure(2, 1, 3, count=4), "dB", "x").word == "undecided"
+    assert judge("c", figure(2, 1, 3, count=5), "dB", "x").word == "holds"
     assert judge("c", None, "dB", "x").word == "not measured"
     less = compared("a", figure(1, 0.9, 1.1), "b", figure(2, 1.9, 2.1), less=True)
     more = compared("a", figure(1, 0.9, 1.1), "b", figure(2, 1.9, 2.1))

@@ -128,6 +128,8 @@ def _command(arguments: argparse.Namespace) -> str:
     flags += [f"--{name}" for name in ("small", "minimal") if getattr(arguments, name)]
     if arguments.truth is not None:
         flags.append(f"--truth {arguments.truth.name}")
+    if arguments.device != "auto":
+        flags.append(f"--device {arguments.device}")
     for name in ("scenes", "processes", "together", "seconds", "devices"):
         if getattr(arguments, name) is not None:
             flags.append(f"--{name} {getattr(arguments, name)}")

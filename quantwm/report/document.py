@@ -81,6 +81,10 @@ def counted(count: int, thing: str, plural: str = "s") -> str:
     return f"{count} {thing}" + ("" if count == 1 else plural)
 
 
+LEAST_SCENES = 5
+"""Below these a bootstrap over scenes says little more than the least and the most of them."""
+
+
 def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdict:
     """A claim that a paired difference is above zero, decided by its interval.
 
@@ -89,8 +93,8 @@ def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdic
     if difference is None or difference["mean"] is None:
         return Verdict(claim, "not measured", f"{what} was not measured in this run")
     because = f"{what} is {cell(difference)} {unit} over {counted(difference['count'], 'scene')}"
-    if difference["count"] < 2:
-        return Verdict(claim, "undecided", f"{because}; one scene decides nothing")
+    if difference["count"] < LEAST_SCENES:
+        return Verdict(claim, "undecided", f"{because}; so few decide nothing")
     if difference["low"] > 0:
         return Verdict(claim, "holds", because)
     if difference["high"] < 0:

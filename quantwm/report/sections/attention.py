@@ -7,6 +7,7 @@ from typing import Any
 
 from quantwm.report import paper
 from quantwm.report.document import (
+    LEAST_SCENES,
     Section,
     Table,
     Verdict,
@@ -201,7 +202,7 @@ def _share_of_quantizer(found: Mapping[str, Any]) -> Verdict:
         f"the affine quantizer alone brings {cell(alone)} dB of QuantWM's {cell(whole)} dB over "
         f"QVG, {share:.0%}"
     )
-    few = whole["count"] < 2
+    few = whole["count"] < LEAST_SCENES
     return Verdict(
         claim, "undecided" if few else "holds" if share < 0.5 else "does not hold", because
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantwm.report import paper
 from quantwm.report.document import (
+    LEAST_SCENES,
     Plot,
     Section,
     Table,
@@ -74,7 +75,8 @@ def _fidelity_table(found: Mapping[str, Any], mode: str, title: str) -> Table:
         ssim = [cell(w["ssim"], 3) for w in lane[mode]]
         theirs = paper.mean(paper.TABLE_3_PSNR, name) if mode == "free" else None
         rows.append([title_of(name), *psnr, *ssim, plain(theirs)])
-    scenes = max((lane["scenes"] for lane in lanes.values()), default=0)
+    counts = (w["psnr"]["count"] for lane in lanes.values() for w in lane[mode])
+    scenes = max(counts, default=0)
     return Table(f"{title}, {counted(scenes, 'scene')}, dB (Table 3)", rows)
 
 
@@ -211,6 +213,6 @@ def _cost_verdicts(numbers: Mapping[str, Any]) -> list[Verdict]:
         because = f"{title_of(name)} less the published setting: {cell(difference)} dB"
         ends = [agrees(difference[end]) for end in ("low", "high")]
         word = "holds" if all(ends) else "undecided" if any(ends) else "does not hold"
-        word = "undecided" if difference["count"] < 2 else word
+        word = "undecided" if difference["count"] < LEAST_SCENES else word
         verdicts.append(Verdict(claim, word, because))
     return verdicts

@@ -7,6 +7,7 @@ from typing import Any
 
 from quantwm.report import paper
 from quantwm.report.document import (
+    LEAST_SCENES,
     Plot,
     Section,
     Table,
@@ -238,5 +239,5 @@ def _minute_verdict(lanes: Mapping[str, Any], seconds: float) -> Verdict:
         f"over {counted(scores['bf16']['count'], 'scene')}"
     )
     agrees = abs(ours - exact) < abs(theirs - exact)
-    few = scores["bf16"]["count"] < 2
+    few = scores["bf16"]["count"] < LEAST_SCENES
     return Verdict(claim, "undecided" if few else "holds" if agrees else "does not hold", because)
