@@ -49,8 +49,8 @@ def slots_together(fmt: Format[Any], slots: int, heads: int, tokens: int, head_d
 
 def batch_bytes(fmt: Format[Any], slots: int, heads: int, tokens: int, head_dim: int) -> int:
     """What that takes while a chunk is written: the rooms, and beside them k-means' sums in four
-    parts, means, operands and codebooks of as many heads, 13 times a BF16 codebook. 0 where slots
-    are encoded one by one."""
+    parts, means of two rounds and codebooks of as many heads, 13 times a BF16 codebook. 0 where
+    slots are encoded one by one."""
     most = slots_together(fmt, slots, heads, tokens, head_dim)
     if most < 2:
         return 0
