@@ -22,7 +22,8 @@ SPEC = CacheSpec(
     rope=RopeLayout((44, 42, 42), (22, 40)),
 )
 POLICY = CachePolicy(window_frames=9, span_tokens=5280)
-"""Matrix-Game-2's chunk; spans of two, so that they grow and are cut."""
+"""Matrix-Game-2's chunk, whose layers are encoded together; spans of two, so that they grow and are
+cut."""
 CHUNKS = 8
 
 

@@ -3,7 +3,8 @@
 A chunk goes: begin_chunk, attend in every layer and denoising pass, attend(clean=True) once in
 every layer, finalize_chunk. The chunk's own keys and values live in one layer's scratch; in the
 clean pass they are encoded right after that layer's attention (on a GPU small layers wait for each
-other), held as pending, and committed together. What finalize_chunk builds is built before anything is replaced: all of it or nothing.
+other), held as pending, and committed together. What finalize_chunk builds is built before anything
+is replaced: all of it or nothing.
 """
 
 from __future__ import annotations
