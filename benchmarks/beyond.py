@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ from quantwm.worlds.base import World
 
 LANES = tuple(variant.name for variant in BEYOND)
 OWN = "the world's own"
+SAVING = 30.0
+"""Seconds between two writings of what is there so far."""
 LONG = ("layers", "resident_bits")
 """Of a method's study, what is too much for a last line."""
 
@@ -104,26 +106,53 @@ def _measured(options: argparse.Namespace) -> dict[str, Any]:
         sizes = [Size(group[0].experiment, _work(group)) for group in groups]
         sizes += [Size("study", 1.0)] * len(studies)
         _say(f"{len(tasks)} tasks in {processes} processes, {time.time() - began:.0f} s")
-        finished = workers.run(tasks, deadline, _say, sizes=sizes)
-    for reason in reasons(finished):
-        _say(f"failed: {reason}")
-    done = whole(finished)
-    rows = [(n, row) for (n, _), row in zip(studies, done[len(groups) :], strict=True) if row]
-    found: list[JobResult] = [r for batch in done[: len(groups)] for r in batch or ()]
+
+        def result(done: Sequence[Any]) -> dict[str, Any]:
+            found: list[JobResult] = [r for batch in done[: len(groups)] for r in batch or ()]
+            rows = zip(studies, done[len(groups) :], strict=True)
+            of_methods = [(name, row) for (name, _), row in rows if row]
+            told = {"methods": missing, "lanes": lanes, "files": list(files), "began": began}
+            return _reduced(world, options, told, found, of_methods, episodes) | {
+                "not_begun": sum(one is None for one in done)
+            }
+
+        saved = time.time()
+
+        def seen(results: Mapping[int, Any]) -> None:
+            nonlocal saved
+            if time.time() - saved >= SAVING:
+                _write(options.out, result(whole([results.get(i) for i in range(len(tasks))])))
+                saved = time.time()
+
+        finished = workers.run(tasks, deadline, _say, sizes=sizes, seen=seen)
+        for reason in reasons(finished):
+            _say(f"failed: {reason}")
+        return result(whole(finished))
+
+
+def _reduced(
+    world: World,
+    options: argparse.Namespace,
+    told: dict[str, Any],
+    found: Sequence[JobResult],
+    rows: Sequence[tuple[str, Any]],
+    episodes: Any,
+) -> dict[str, Any]:
+    """The document: what rollouts and studies come to."""
+    lanes = told["lanes"]
     return {
         "benchmark": "beyond",
         "weights": world.weights_sha256() if options.random is None else "random",
-        "hardware": hardware(device),
-        "steps": world.spec.default_steps[device.type],
+        "hardware": hardware(world.device),
+        "steps": world.spec.default_steps[world.device.type],
         "together": options.together,
-        "missing_methods": missing,
-        "not_begun": sum(one is None for one in done),
-        "study": {name: [row for n, row in rows if n == name] for name in files},
+        "missing_methods": told["methods"],
+        "study": {name: [row for n, row in rows if n == name] for name in told["files"]},
         "free": rollouts.fidelity(found, "free", lanes["free"], world.spec.fps),
         "taught": rollouts.fidelity(found, "taught", lanes["taught"], world.spec.fps),
         "motions": rollouts.motions(found, lanes["motion"]),
         "recall": _recall(world, episodes, found),
-        "seconds": round(time.time() - began, 1),
+        "seconds": round(time.time() - told["began"], 1),
     }
 
 
