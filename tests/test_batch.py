@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,6 +195,22 @@ def test_extremes_name_the_layer() -> None:
     assert finite == [True, True, True, True, False, True]
     with pytest.raises(UserError, match=r"layer 5 values \(stream self\) hold NaN or infinity"):
         checks.check_flags(chunk, finite)
+
+
+def test_what_shares_a_storage_is_saved_cut_and_masked(streams: Streams, tmp_path: Path) -> None:
+    policy = CachePolicy(span_tokens=12)
+    cache = _chunks(make_cache("quantwm", policy, WIDE), 3)
+    cache.save(tmp_path / "lane")
+    known = WIDE, cache.fmt, policy
+    loaded = KVCache.load(tmp_path / "lane", *known, dtype=torch.float32)
+    assert same_bytes(cache, loaded)
+    for one in (cache, loaded):
+        one.evict(3)
+        one.begin_chunk(6, SPEC.frames_per_chunk)
+        _attend(one, range(WIDE.layers))
+        one.finalize_chunk(torch.arange(TOKENS) % 3 > 0)
+        assert one.ledger().total == live_bytes(one)
+    assert same_bytes(cache, loaded)
 
 
 def test_nothing_is_read_back(streams: Streams) -> None:
