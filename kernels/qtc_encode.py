@@ -56,7 +56,24 @@ def _widths(widths_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.conste
 
 
 @triton.jit
-def _levels(size, inverse, width, cells_ptr):
+def _looked_up(table_ptr, at, FAST: tl.constexpr):
+    """Numbers of 32 bits at places of a table, int32.
+
+    FAST: by an instruction of its own. What Triton makes of a load wants another layout than a
+    product has, and takes addresses of 64 bits there through shared memory, and numbers back.
+    """
+    if FAST:
+        address = (table_ptr + at).to(tl.int64)
+        found = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [address], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        found = tl.load(table_ptr + at).to(tl.int32, bitcast=True)
+    return found
+
+
+@triton.jit
+def _levels(size, inverse, width, cells_ptr, FAST: tl.constexpr):
     """Nearest level of every magnitude, counted from the least; int32 like size.
 
     size: float32 [BLOCK_N, channels]; inverse: of the gain, [BLOCK_N]; cells: int32 [7, CELLS] by
@@ -64,16 +81,17 @@ def _levels(size, inverse, width, cells_ptr):
     """
     scaled = size * inverse[:, None]
     cell = (tl.minimum(scaled, 3.9375) * 16.0).to(tl.int32) + 64 * width[None, :]
-    word = tl.load(cells_ptr + cell)
+    word = _looked_up(cells_ptr, cell, FAST)
     return (word & 31) + (scaled > word.to(tl.float32, bitcast=True)).to(tl.int32)
 
 
 @triton.jit
-def _cost(size, gain, inverse, width, cost, cells_ptr, levels_ptr):
+def _cost(size, gain, inverse, width, cost, cells_ptr, levels_ptr, FAST: tl.constexpr):
     """What the errors of each token's channels cost with this gain, [BLOCK_N]."""
-    level = _levels(size, inverse, width, cells_ptr)
+    level = _levels(size, inverse, width, cells_ptr, FAST)
     # Three halves of 2**width: where the upper half of that width's levels begins.
-    error = tl.load(levels_ptr + ((3 << width) >> 1)[None, :] + level) * gain[:, None] - size
+    found = _looked_up(levels_ptr, ((3 << width) >> 1)[None, :] + level, FAST)
+    error = found.to(tl.float32, bitcast=True) * gain[:, None] - size
     return tl.sum(error * error * cost[None, :], axis=1)
 
 
@@ -87,9 +105,10 @@ def _inverse(gain_table_ptr, code):
 def _pack(
     z, inverse, channel_width, cells_ptr, codes_ptr, widths_ptr, token, valid, FIRST: tl.constexpr,
     BLOCKS: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Codes of some blocks to words as in quantwm/cache/formats/qtc_planes.py."""
-    level = _levels(tl.abs(z), inverse, channel_width, cells_ptr)
+    level = _levels(tl.abs(z), inverse, channel_width, cells_ptr, FAST)
     half = ((1 << channel_width) >> 1)[None, :]
     codes = tl.maximum(tl.where(z > 0, half + level, half - 1 - level), 0)
     codes = tl.reshape(codes, (BLOCK_N, BLOCKS, 16))
@@ -135,12 +154,13 @@ def encode_qtc_kernel(
     token = head * n_tokens + rows
     widths_ptr += head * NB
     U: tl.constexpr = 16 * NB
+    FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
     high_ptr += head * D * U
     low_ptr += head * D * U
     costs_ptr += head * U
     even, odd = token_tile(
         x_ptr, x_stride_h, x_stride_n, phases_ptr, places_ptr, first_place, 1, head, rows, valid,
-        D, TURN, TIME, ROW, GRID_ROWS, GRID_COLUMNS, LISTED, tl.bfloat16 == DOT_DTYPE,
+        D, TURN, TIME, ROW, GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
     )  # fmt: skip
     pair = about_ptr + head * D + 2 * tl.arange(0, D // 2)
     even = tl.where(valid[:, None], even - tl.load(pair)[None, :], 0.0)
@@ -175,9 +195,11 @@ def encode_qtc_kernel(
         tried = tl.minimum(tl.maximum(centre + move, 1), 255)
         tried = tl.where(centre > 0, tried, 0)
         gain, inverse = tl.load(gain_table_ptr + tried), _inverse(gain_table_ptr, tried)
-        left = _cost(tl.abs(z), gain, inverse, width, cost, cells_ptr, levels_ptr)
+        left = _cost(tl.abs(z), gain, inverse, width, cost, cells_ptr, levels_ptr, FAST)
         if REST:
-            left += _cost(tl.abs(z_2), gain, inverse, width_2, cost_2, cells_ptr, levels_ptr)
+            left += _cost(
+                tl.abs(z_2), gain, inverse, width_2, cost_2, cells_ptr, levels_ptr, FAST
+            )  # fmt: skip
         better = left < best
         best = tl.where(better, left, best)
         best_gain = tl.where(better, tried, best_gain)
@@ -186,12 +208,12 @@ def encode_qtc_kernel(
     inverse = _inverse(gain_table_ptr, best_gain)
     _pack(
         z, inverse, width, cells_ptr, codes_ptr, widths_ptr, token, valid, 0, FIRST, NB, WORDS,
-        BLOCK_N,
+        BLOCK_N, FAST,
     )  # fmt: skip
     if REST:
         _pack(
             z_2, inverse, width_2, cells_ptr, codes_ptr, widths_ptr, token, valid, FIRST, REST, NB,
-            WORDS, BLOCK_N,
+            WORDS, BLOCK_N, FAST,
         )  # fmt: skip
 
 

@@ -90,9 +90,7 @@ def test_every_launch_row_compiles(
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
         label = describe(launched)
-        # The encoder's row is the one that was timed; triton 3.6.0, then used, spills 8 bytes.
-        spilled = 64 if launched.kernel.__name__ == "encode_qtc_kernel" else 0
-        assert used["STACK"] <= spilled and used["LOCAL"] == 0, f"spills: {used} {label}"
+        assert used["STACK"] == 0 and used["LOCAL"] == 0, f"spills: {used} {label}"
         assert used["REG"] <= REGISTER_LIMIT, label
         assert compiled.metadata.shared <= SHARED_LIMIT, label
         if launched.kernel.__name__ in ("decode_qtc_kernel", "encode_qtc_kernel"):
@@ -100,13 +98,19 @@ def test_every_launch_row_compiles(
             assert "wgmma.mma_async" in ptx or "mma.sync" in ptx, f"no tensor cores: {label}"
 
 
-def test_decoding_waits_for_little(launches: list[Launched]) -> None:
-    """Codes have the layout in which levels are looked up: else each pair of channels passes through
-    shared memory, with 45 barriers. Up to 128 registers, four programs share a multiprocessor."""
+def test_blocks_wait_for_little(launches: list[Launched]) -> None:
+    """Barriers: where codes or coordinates have another layout than what is looked up for them, all
+    of them pass through shared memory, which made 45 in decoding and 136 in encoding. Up to 128
+    registers, four programs share a multiprocessor."""
     run_launchers(128, 96, 16, True)
-    decode = next(x for x in launches if x.kernel.__name__ == "decode_qtc_kernel")
-    compiled, used = compile_launch(decode)
-    assert compiled.asm["ptx"].count("bar.sync") <= 12 and used["REG"] <= 128
+    compiled = {
+        launched.kernel.__name__: compile_launch(launched)
+        for launched in launches
+        if launched.kernel.__name__ in ("decode_qtc_kernel", "encode_qtc_kernel")
+    }
+    barriers = {name: made.asm["ptx"].count("bar.sync") for name, (made, _) in compiled.items()}
+    assert barriers["decode_qtc_kernel"] <= 12 and barriers["encode_qtc_kernel"] <= 50
+    assert compiled["decode_qtc_kernel"][1]["REG"] <= 128
 
 
 def test_no_row_encodes_64_tokens_at_once() -> None:
