@@ -37,7 +37,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """clips: in the pool. uses: how often each is used, on the mean, before all are made anew;
+    """clips: in the pool, fewer of more than 128 frames. uses: how often each is used, on the mean, before all are made anew;
     busy: no more of the stage's time than this goes into making them. revisits: share of the clips
     that come back to what their context showed. longest_context: true chunks at the start, at
     most; half of the clips have as few as a session."""
