@@ -150,11 +150,14 @@ def test_what_fails_together_is_done_alone(world, monkeypatch):
 
 def test_the_longest_come_first_and_experiments_take_turns(world):
     job = rollout_jobs(world, PRESETS["minimal"])[0]
-    kinds = ("main", "still", "minute")
-    groups = [[replace(job, experiment=kind)] for kind in kinds for _ in range(4)]
+    long = replace(job, actions=job.actions * 9)
+    kinds = {"main": job, "still": job, "minute": long}
+    groups = [[replace(own, experiment=kind)] for kind, own in kinds.items() for _ in range(4)]
     found = [group[0].experiment for group in running.interleaved(groups)]
-    assert found[:6] == ["minute"] * 4 + ["main", "still"] and sorted(found) == sorted(kinds * 4)
+    assert found[:6] == ["minute"] * 4 + ["main", "still"] and sorted(found) == sorted([*kinds] * 4)
     assert found[-1] == "still"  # what most tables rest on is through sooner
+    full, small = ([[j] for j in rollout_jobs(world, PRESETS[name])] for name in ("full", "small"))
+    assert running.long_ones(full) == {"minute"} and running.long_ones(small) == set()
 
 
 def test_windows_mark_divergence():

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from quantwm.cache import dispatch
@@ -23,7 +24,8 @@ from quantwm.report.variants import ABLATION, ALL, METHODS, ROLES, known
 from quantwm.worlds.base import World
 
 SOONER = {"main": 0.6, "short": 0.6}
-LONGEST = ("minute",)
+LONG = 3.0
+"""Of experiments, a rollout's work over the median one's from which on it begins first."""
 
 STARTING = 0.4
 """Share of the seconds that the processes may take to start; latency is left out behind it."""
@@ -108,7 +110,8 @@ class _Run:
         recordings = plan.recording_jobs(self._workers.world, self._order.scale)
         studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
         groups = interleaved(batches(rollouts, self._order.together))
-        longest = sum(group[0].experiment in LONGEST for group in groups)  # which come first
+        first = long_ones(groups)
+        longest = sum(group[0].experiment in first for group in groups)
         tasks = [(group, self._task(group), self._size(group)) for group in groups]
         tasks[longest:longest] = [
             (
@@ -131,7 +134,7 @@ class _Run:
 
     def _size(self, group: Sequence[Job]) -> Size:
         """On a GPU a launch costs the same for several rollouts side by side."""
-        work = max(len(job.actions) for job in group) * (1 + len(group[0].lanes))
+        work = work_of(group)
         if self._workers.world.device.type != "cuda":
             work *= len(group)
         return Size(group[0].experiment, work)
@@ -206,12 +209,13 @@ def interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:
     The longest come first, or all would wait for them at the end. Those that most tables rest on
     come sooner: they are through after 60% of the time.
     """
+    first = long_ones(groups)
     by_experiment: dict[str, list[list[Job]]] = {}
     for group in groups:
         by_experiment.setdefault(group[0].experiment, []).append(group)
     turns = [
         (
-            experiment not in LONGEST,
+            experiment not in first,
             place / len(several) * SOONER.get(experiment, 1.0),
             order,
             group,
@@ -220,6 +224,21 @@ def interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:
         for place, group in enumerate(several)
     ]
     return [turn[-1] for turn in sorted(turns, key=lambda turn: turn[:3])]
+
+
+def long_ones(groups: Sequence[list[Job]]) -> set[str]:
+    """Experiments whose rollouts take much longer than most: one minute, where it is one."""
+    work: dict[str, int] = {}
+    for group in groups:
+        name = group[0].experiment
+        work[name] = max(work_of(group), work.get(name, 0))
+    middle = median(work.values()) if work else 0
+    return {name for name, each in work.items() if each > LONG * middle}
+
+
+def work_of(group: Sequence[Job]) -> int:
+    """Chunks of lanes that rollouts side by side make, one after the other."""
+    return max(len(job.actions) for job in group) * (1 + len(group[0].lanes))
 
 
 def about(world: World, order: Order, results: Sequence[JobResult], began: float) -> Document:
