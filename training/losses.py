@@ -37,10 +37,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """clips: in the pool, fewer of more than 128 frames. uses: how often each is used, on the mean, before all are made anew;
-    busy: no more of the stage's time than this goes into making them. revisits: share of the clips
-    that come back to what their context showed. longest_context: true chunks at the start, at
-    most; half of the clips have as few as a session."""
+    """clips: in the pool, fewer of more than 128 frames. uses: how often each is used, on the mean,
+    before all are made anew; busy: no more of the stage's time than this goes into making them.
+    revisits: share of the clips that come back to what their context showed. longest_context: true
+    chunks at the start, at most; half of the clips have as few as a session."""
 
     clips: int = 96
     uses: float = 3.0
