@@ -108,7 +108,7 @@ DECODE_STAGES = {
 }
 SUBSPACE = {
     (64, 16): Launch(0, 32, 4, 1, COMPILED),
-    (128, 16): Launch(0, 16, 4, 1, COMPILED),
+    (128, 16): Launch(0, 16, 8, 1, COMPILED),
     (256, 16): Launch(0, 16, 8, 1, COMPILED),
     (64, 32): Launch(0, 16, 8, 1, COMPILED),
     (128, 32): Launch(0, 16, 8, 1, COMPILED),
