@@ -26,6 +26,7 @@ from torch import Tensor
 from benchmarks.timing import device_named, hardware
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, explain, make_format
 from quantwm.cache.formats import split_method, split_methods, takes
+from quantwm.cache.formats.qtc_worker import wait_until_idle
 from quantwm.errors import UserError
 
 HEADS, HEAD_DIM, FRAME, CHUNK_FRAMES = 3, 128, 48, 4
@@ -145,6 +146,7 @@ def _chunk(cache: KVCache, pool: list[tuple[Tensor, Tensor, Tensor]], number: in
 
 
 def _look(cache: KVCache, chunk: int, kernels: int) -> Look:
+    wait_until_idle()  # qtc's worker holds a few tensors while it makes a basis
     gc.collect()
     ledger = cache.ledger()
     found = gc.get_objects()

@@ -69,6 +69,11 @@ class Job(Generic[ResultT]):
         return run
 
 
+def wait_until_idle() -> None:
+    """Until all work handed over so far is done: the one thread takes it in its order."""
+    _pool().submit(lambda: None).result()
+
+
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "qtc-bases", _compute_alone)
