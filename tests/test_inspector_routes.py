@@ -101,7 +101,7 @@ def test_lpips_is_a_curve_where_its_weights_are(
     curves = measured(visitor, visitor.upload(*files).json()["clip"])
     assert "at least 32 pixels" in curves["note"] and "lpips" not in curves["lanes"]["b.mkv"]
     monkeypatch.setattr(measures, "SMALLEST_LPIPS", 8)
-    monkeypatch.setattr(measures, "missing_for_lpips", lambda: "no LPIPS: /root/somewhere")
+    monkeypatch.setattr(measures, "missing_for_lpips", lambda: "no LPIPS: /models/somewhere")
     curves = measured(visitor, visitor.upload(*files).json()["clip"])
     assert "lacks torchmetrics" in curves["note"] and "/root" not in curves["note"]
     monkeypatch.setattr(measures, "missing_for_lpips", lambda: None)
