@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,12 +164,28 @@ def describe(launched: Launched) -> str:
     return f"{launched.kernel.__name__} {plain}"
 
 
+ALONE = "COMPILED_ALONE"
+
+
+def passes_alone(test: str) -> bool:
+    """Whether a test passes where no other ran before, as a user's process compiles.
+
+    decode_affine at 256 channels once had 8 bytes of stack and 80 registers at the end of a whole
+    run; of 236 compilations without other tests before them none had any (96 registers).
+    """
+    if os.environ.get(ALONE):
+        return False
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    root = Path(__file__).parent.parent
+    return subprocess.run(command, env={**os.environ, ALONE: "1"}, cwd=root).returncode == 0
+
+
 @pytest.mark.parametrize(
     ("dim", "group_size", "rank"),
     [(64, 64, 8), (128, 64, 8), (256, 64, 8), (128, 16, 32), (256, 128, 1)],
 )
 def test_every_launch_row_compiles(
-    launches: list[Launched], dim: int, group_size: int, rank: int
+    request: pytest.FixtureRequest, launches: list[Launched], dim: int, group_size: int, rank: int
 ) -> None:
     run_launchers(dim, group_size, rank)
     assert {launched.kernel.__name__ for launched in launches} == {
@@ -177,11 +196,11 @@ def test_every_launch_row_compiles(
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
         label = describe(launched)
-        # 8 bytes outside the loop of the row that is the fastest on an H200 all the same. And one
-        # compilation in a dozen of decode_affine at 256 channels has 8 bytes beside 80 registers,
-        # the others none: not for want of registers.
-        allowed = 16 if launched.kernel.__name__ == "update_kernel" else 8 * (used["REG"] < 128)
-        assert used["STACK"] <= allowed and used["LOCAL"] == 0, f"spills: {used} {label}"
+        # 8 bytes outside the loop of the row that is the fastest on an H200 all the same.
+        allowed = 16 if launched.kernel.__name__ == "update_kernel" else 0
+        if used["STACK"] > allowed or used["LOCAL"]:
+            assert passes_alone(request.node.nodeid), f"spills: {used} {label}"
+            warnings.warn(f"spills here, not in a process of its own: {used} {label}", stacklevel=1)
         assert used["REG"] <= REGISTER_LIMIT, label
         assert compiled.metadata.shared <= SHARED_LIMIT, label
         if has_dot(launched):

@@ -60,10 +60,10 @@ def record_all(seeds: Sequence[int], out: Path, processes: int) -> None:
     """Several processes at once; what a crashed or hung one left out is tried again."""
     size = max(1, min(MAPS_PER_PROCESS, -(-len(seeds) // processes)))
     for _ in range(ATTEMPTS):
-        todo = missing(seeds, out)
-        if not todo:
+        unmade = missing(seeds, out)
+        if not unmade:
             return
-        waiting = [todo[i : i + size] for i in range(0, len(todo), size)]
+        waiting = [unmade[i : i + size] for i in range(0, len(unmade), size)]
         running: list[tuple[subprocess.Popen[bytes], float]] = []
         while waiting or running:
             while waiting and len(running) < processes:
