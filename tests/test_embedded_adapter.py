@@ -10,7 +10,8 @@ from quantwm.cache import KVCache, make_format
 from quantwm.errors import UserError
 from quantwm.worlds.base import ChunkAction, LaneState
 from quantwm.worlds.embedded import adapter
-from quantwm.worlds.embedded.adapter import ASSETS, SPEC, EmbeddedWorld, pick_cpu_dtype
+from quantwm.worlds.embedded.adapter import ASSETS, SPEC, EmbeddedWorld
+from quantwm.worlds.embedded.dtypes import pick_cpu_dtype
 from quantwm.worlds.embedded.keys import frame_vector
 from quantwm.worlds.embedded.sampler import noise_levels, sample
 from quantwm.worlds.embedded.scenes import load_scene

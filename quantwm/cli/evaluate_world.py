@@ -99,12 +99,13 @@ def _load(weights: Path | None, device: torch.device) -> EmbeddedWorld:
     import torch
 
     from quantwm.worlds.embedded import adapter
+    from quantwm.worlds.embedded.dtypes import pick_cpu_dtype
     from quantwm.worlds.embedded.weights import load_models, read_manifest
 
     say(f"loading the embedded world on {device}")
     if weights is None:
         return adapter.load(device)
-    dtype = adapter.pick_cpu_dtype() if device.type == "cpu" else torch.bfloat16
+    dtype = pick_cpu_dtype() if device.type == "cpu" else torch.bfloat16
     manifest = read_manifest(weights)
     models = load_models(manifest, device, dtype)
     return adapter.EmbeddedWorld(manifest.config, *models, manifest.sha256, scenes=None)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
@@ -28,6 +26,7 @@ from quantwm.worlds.base import (
 from quantwm.worlds.capture import CudaCapture
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
+from quantwm.worlds.embedded.dtypes import check_dtype, pick_cpu_dtype
 from quantwm.worlds.embedded.graphs import GraphedDecoder, GraphedTransformer
 from quantwm.worlds.embedded.keys import LEGEND, KeyVector, action_map
 from quantwm.worlds.embedded.pose import START, Walk, as_array, follow, pose_features
@@ -93,48 +92,12 @@ def load(
     device = torch.device(device)
     if dtype is None:
         dtype = pick_cpu_dtype() if device.type == "cpu" else torch.bfloat16
-    _check_dtype(dtype)
+    check_dtype(dtype)
     manifest = read_manifest(assets / "embedded")
     transformer, autoencoder = load_models(manifest, device, dtype, progress)
     return EmbeddedWorld(
         manifest.config, transformer, autoencoder, manifest.sha256, assets / "scenes", graphs
     )
-
-
-def pick_cpu_dtype(seconds: float = 0.05) -> torch.dtype:
-    """BF16 or float32, whichever multiplies this model's matrices faster on this CPU.
-
-    Without avx512_bf16 or AMX a BF16 pass takes 3.4 times as long as a float32 one (169 against
-    49 ms), with them a third (18 ms); the flags of a CPU do not say what PyTorch makes of them.
-    The fastest call's time on the CPU decides, on one thread: other processes must not turn the
-    choice, or the same seed and keys would not give the same frames. (By the clock on two threads
-    a machine under load took float32 for the faster one, which BF16 beats by 2.4.)
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        fastest = {dtype: _fastest(dtype, seconds / 2) for dtype in (torch.float32, torch.bfloat16)}
-    finally:
-        torch.set_num_threads(threads)
-    return min(fastest, key=lambda dtype: fastest[dtype])
-
-
-def _fastest(dtype: torch.dtype, seconds: float) -> float:
-    """CPU seconds of the fastest of many products of the model's size."""
-    x, w = torch.ones(192, 384, dtype=dtype), torch.ones(1408, 384, dtype=dtype)
-    F.linear(x, w)  # the first call builds what later ones reuse
-    times: list[float] = []
-    start = time.perf_counter()
-    while len(times) < 10 or time.perf_counter() - start < seconds:
-        began = time.thread_time()
-        F.linear(x, w)
-        times.append(time.thread_time() - began)
-    return min(times)
-
-
-def _check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise UserError(f"dtype of the embedded world is float32 or bfloat16, got {dtype}")
 
 
 class EmbeddedWorld:
@@ -230,7 +193,7 @@ class EmbeddedWorld:
         """A world with random weights: same code, no files, nothing to see."""
         if preset not in PRESETS:
             raise UserError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
-        _check_dtype(dtype)
+        check_dtype(dtype)
         config, device = PRESETS[preset], torch.device(device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
