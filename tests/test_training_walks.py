@@ -9,8 +9,9 @@ import torch
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import advance
 from training.data import reckoned_poses
-from training.maps import build_map
+from training.maps import build_map, is_open
 from training.revisits import find_revisits
+from training.scenes import CHOICES, FIRST_SEED, room_ahead
 from training.walker import FULL_TURN, Pose
 from training.walks import PieceWalker, is_of_pieces
 
@@ -59,3 +60,17 @@ def test_share_of_episodes_is_what_was_asked_for():
     assert 0.25 < np.mean(chosen) < 0.35
     assert not any(is_of_pieces(seed, 0.0) for seed in range(100))
     assert all(is_of_pieces(seed, 1.0) for seed in range(100))
+
+
+def test_room_ahead_ends_at_walls_and_things_and_goes_on_through_doors():
+    built = build_map(FIRST_SEED + CHOICES[0].seed)
+    room = built.rooms[built.start_room]
+    x, y = room.centre
+    assert is_open(built, x, y) and not is_open(built, room.x1 + 1000.0, y + 5000.0)
+    assert room_ahead(built, (room.x0 + 20.0, room.y0 + 20.0, 225.0)) < 16
+    thing = built.obstacles[0]
+    assert not is_open(built, *thing)
+    assert room_ahead(built, (thing[0] - 60.0, thing[1], 0.0)) <= 24
+    (ax, ay), (bx, by) = built.doors[0].points
+    angle = float(np.degrees(np.arctan2(by - ay, bx - ax)))
+    assert room_ahead(built, (ax, ay, angle)) > np.hypot(bx - ax, by - ay)

@@ -7,6 +7,7 @@ animated textures and no moving doors, because flicker of their own would be bla
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
 
@@ -31,6 +32,9 @@ PILLARS = ("SP_HOT1", "SILVER1", "TANROCK8", "COMPBLUE", "A-CAMO1")
 # Sprites with a single frame: columns, candelabrum, trees, stalagmite, techno column, floor lamp.
 DECORATIONS = (30, 31, 32, 33, 35, 43, 47, 48, 54, 2028)
 PLAYER_START = 1
+PLAYER_RADIUS = 16.0
+THING_RADIUS = 44.0
+"""Map units from the centre of a pillar (48 wide) or a decoration at which a player is stopped."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,22 @@ def _furnish(
             udmf.thing(kind, x, y)
             placed.append((float(x), float(y)))
     return placed
+
+
+def is_open(game_map: GameMap, x: float, y: float) -> bool:
+    """Whether a player can stand at a point: in a room or a doorway, clear of walls and things."""
+    half = MapConfig().door_width / 2 - PLAYER_RADIUS
+    for room in game_map.rooms:
+        inside_x = room.x0 + PLAYER_RADIUS < x < room.x1 - PLAYER_RADIUS
+        if inside_x and room.y0 + PLAYER_RADIUS < y < room.y1 - PLAYER_RADIUS:
+            return all(math.dist((x, y), thing) > THING_RADIUS for thing in game_map.obstacles)
+    for door in game_map.doors:
+        (ax, ay), (bx, by) = door.points
+        if ay == by and ax <= x <= bx and abs(y - ay) < half:
+            return True
+        if ax == bx and ay <= y <= by and abs(x - ax) < half:
+            return True
+    return False
 
 
 def pack_wad(maps: list[GameMap]) -> bytes:

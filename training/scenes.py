@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,11 @@ from quantwm.actions import format_actions, pack_frames
 from quantwm.errors import UserError
 from quantwm.evaluation.episodes import Episode, save_episode
 from quantwm.worlds.base import Script
-from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.scenes import SceneClip, save_scene
 from quantwm.worlds.embedded.scripts import save_script
 from training.choreography import CONTEXT, PARTS, Part, perform, scout
 from training.frames import UNSEEN_SEED, open_engine, require_engine
-from training.maps import GameMap, build_map
+from training.maps import GameMap, build_map, is_open
 from training.moves import CHUNK, StuckError, stand
 from training.walker import FULL_TURN
 
@@ -52,20 +52,22 @@ class Choice:
 
 
 CHOICES = (
-    Choice("bare-tree", "The bare tree above the blue floor", 33, 28),
+    Choice("bare-trees", "Two bare trees and a door", 33, 42),
     Choice("blue-pillar", "The blue pillar in the orange room", 1, 30, "long-walk"),
-    Choice("dead-stump", "The dead stump in the blue room", 7, 64),
-    Choice("green-column", "The green column by the white wall", 20, 62, "full-turn"),
-    Choice("green-tree", "The green tree in the red room", 4, 34, "standing-still"),
+    Choice("carpet-pillars", "Blue pillars on the red carpet", 5, 126, "full-turn"),
+    Choice("dead-stump", "The dead stump in the blue room", 7, 106),
+    Choice("green-column", "The green column in the green hall", 18, 142),
+    Choice("green-tree", "The green tree in the red room", 4, 56, "standing-still"),
     Choice("hedge-door", "Hedges and a door of light", 6, 52),
-    Choice("hedge-pond", "Hedges by the blue floor", 19, 92),
     Choice("lamp-hall", "Lamps in the timber hall", 43, 8),
     Choice("marble-pillars", "Red pillars, white marble", 15, 104),
-    Choice("red-column", "The red column before the hedge", 44, 44),
     Choice("red-columns", "Red columns in the orange room", 22, 18, "there-and-back"),
-    Choice("statue", "The statue on the red carpet", 5, 48),
+    Choice("sand-brick", "A young tree between walls of sand", 24, 48),
+    Choice("stone-columns", "Red columns in the stone room", 0, 100),
 )
 """Picked by eye from the contact sheet that --candidates draws."""
+ROOM_AHEAD = 300.0
+"""Map units to walk straight on at a start that is proposed: nine frames of walking."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +129,25 @@ def liveliness(view: np.ndarray) -> float:
     return float(quarters.std(axis=(0, 1)).mean() + chroma + detail)
 
 
-def best_start(episode: Episode) -> int:
-    """First frame of the liveliest clip that walks forward in most of its frames."""
-    walks = episode.keys[:, KEYS.index("w")]
-    starts = [
-        first
-        for first in range(8, episode.length - CONTEXT, 4)
-        if walks[first + 1 : first + CONTEXT].mean() > 0.6
-    ]
-    return max(starts or [8], key=lambda first: liveliness(episode.frames[first + CONTEXT - 1]))
+def room_ahead(game_map: GameMap, pose: Sequence[float]) -> float:
+    """Map units from x, y (degrees: pose[2]) straight on until a wall or a thing stops the walk."""
+    x, y, angle = (float(value) for value in pose)
+    along, across = math.cos(math.radians(angle)), math.sin(math.radians(angle))
+    distance = 0.0
+    while is_open(game_map, x + along * distance, y + across * distance):
+        distance += 8.0
+    return distance
+
+
+def best_start(episode: Episode, game_map: GameMap) -> int:
+    """First frame of the liveliest clip that ends with room ahead; else of the most room."""
+    ahead = {
+        first: min(room_ahead(game_map, episode.poses[first + CONTEXT - 1]), ROOM_AHEAD)
+        for first in range(8, episode.length - CONTEXT, 2)
+    }
+    widest = max(ahead.values())
+    starts = [first for first, room in ahead.items() if room == widest]
+    return max(starts, key=lambda first: liveliness(episode.frames[first + CONTEXT - 1]))
 
 
 @contextlib.contextmanager
@@ -164,8 +176,12 @@ def draw_candidates(path: Path, count: int, length: int) -> None:
     with engine(seeds) as (game, maps):
         for number, (seed, game_map) in enumerate(zip(seeds, maps, strict=True), start=1):
             episode = scout(game, number, game_map, seed, length)
-            first = best_start(episode)
-            print(f"row {len(rows)}: seed {seed - FIRST_SEED}, first_frame {first}")
+            first = best_start(episode, game_map)
+            ahead = room_ahead(game_map, episode.poses[first + CONTEXT - 1])
+            print(
+                f"row {len(rows)}: seed {seed - FIRST_SEED}, first_frame {first}, "
+                f"{ahead:.0f} units ahead"
+            )
             clip = episode.frames[first : first + CONTEXT]
             rows.append(np.concatenate([clip[i] for i in (0, 5, 10, 15)], axis=1))
     half = (len(rows) + 1) // 2
@@ -194,7 +210,8 @@ def write_all(out: Path) -> None:
             held = [episode.held(frame) for frame in range(episode.length)]
             clip = SceneClip(episode.frames[:CONTEXT], tuple(held[:CONTEXT]))
             save_scene(out / "scenes", choice.name, choice.title, clip, dict(episode.origin))
-            print(f"scene {choice.name}: {choice.title}")
+            ahead = room_ahead(game_map, episode.poses[CONTEXT - 1])
+            print(f"scene {choice.name}: {choice.title}, {ahead:.0f} units ahead")
             if show:
                 actions = format_actions(pack_frames(held[CONTEXT:], CHUNK))
                 written = Script(choice.script, show.title, actions, choice.name)

@@ -17,9 +17,9 @@ from quantwm.worlds.base import Scene
 from quantwm.worlds.embedded.config import KEYS
 
 JSON_LIMIT = 100_000  # bytes
-FIRST = "red-columns"
-"""The scene that is proposed: straight ahead lies a door, where others walk into a wall within ten
-frames."""
+FIRST = "carpet-pillars"
+"""The scene that is proposed: straight ahead, between two pillars, lies a door and a room behind
+it, 1,400 map units or 42 frames of walking. In others a pillar, a tree or a wall is nearer."""
 
 
 @dataclass(frozen=True)
