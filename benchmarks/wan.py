@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from benchmarks.host_time import by_stream, device_events, host_lines, host_time
 from benchmarks.stopwatch import Target, split_time
 from benchmarks.timing import device_named, hardware
 from quantwm.cache import FORMATS, KVCache, batch
@@ -136,6 +137,7 @@ def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[s
         resident = engine.step(action)  # warms up, and is the last chunk of the 93 frames
         timed = [_timed(engine, action) for _ in range(options.chunks)]
         peak = _peak(device)  # from the second chunk on a video holds two states
+        host = host_time(engine, lambda: engine.step(action), lanes)
         split = _split(engine, action, world, 1)
         costliest = _costliest(engine, action, options.kernels)
         explained = engine.explain()
@@ -158,6 +160,7 @@ def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[s
         "kv_bytes": {lane.name: lane.kv_bytes for lane in resident.lanes},
         "resident_ratio": {lane.name: round(lane.resident_ratio, 3) for lane in resident.lanes},
         "peak_bytes": peak,
+        "host_ms": host,
         "split_ms": split,
         "kernels_ms": costliest,
         "kernels": explained,
@@ -214,17 +217,19 @@ def _split(engine: Engine, action: ChunkAction, world: Walked, chunks: int) -> d
 
 
 def _costliest(engine: Engine, action: ChunkAction, count: int) -> dict[str, tuple[int, float]]:
-    """What the device ran longest in one chunk, decoding included: name -> launches, ms.
+    """What the device ran longest in a chunk, the autoencoder left out: name -> launches, ms.
 
-    "idle" is what is left of the time between the first launch and the last end.
+    "idle" is what is left of the time between the first launch and the last end; streams overlap.
     """
     if not count or not torch.cuda.is_available():
         return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with (
+        patch.object(engine, "_decode", lambda lane, latents: np.zeros((1, 1, 1, 3), np.uint8)),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
         engine.step(action)
         torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA
-    events = [event for event in profile.events() if event.device_type == on_device]
+    events = device_events(profile)
     if not events:
         return {}
     spent: dict[str, tuple[int, float]] = {}
@@ -233,13 +238,13 @@ def _costliest(engine: Engine, action: ChunkAction, count: int) -> dict[str, tup
         spent[event.name] = launches + 1, ms + event.time_range.elapsed_us() / 1e3
     begun = min(event.time_range.start for event in events)
     ended = max(event.time_range.end for event in events)
-    busy = sum(ms for _, ms in spent.values())
+    streams = by_stream(events)
     most = sorted(spent, key=lambda name: -spent[name][1])
     rest = [spent[name] for name in most[count:]]
     found = {name[:90]: (spent[name][0], round(spent[name][1], 2)) for name in most[:count]}
     found["all others"] = sum(n for n, _ in rest), round(sum(ms for _, ms in rest), 2)
-    found["idle"] = 0, round((ended - begun) / 1e3 - busy, 2)
-    return found
+    found["idle"] = 0, round((ended - begun) / 1e3 - streams["any stream"][1], 2)
+    return {**found, **streams}
 
 
 def _free(device: torch.device) -> None:
@@ -274,6 +279,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
         f"{row['frames_per_second']} frames a second; {row['history_tokens']} tokens held in "
         f"{held}, resident ratio {row['resident_ratio']}{peak}; decode {row['decode_ms']} ms"
     ]
+    lines += host_lines(row["host_ms"])
     whole = sum(row["split_ms"].values())
     lines += [
         f"    {label:26} {ms:9.2f} ms {ms / whole:6.1%}" for label, ms in row["split_ms"].items()

@@ -39,5 +39,9 @@ def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) ->
         assert all(ms > 0 for ms in row["ms_per_chunk"].values())
         assert row["history_tokens"] > 0 and row["split_ms"]["attention"] > 0
         assert row["split_ms"]["autoencoder"] > 0
+        for phases in row["host_ms"].values():
+            commits = "clean pass" if original.kind == "text" else "denoising"  # memory: before
+            for phase, spans in phases.items():
+                assert spans["launching"] >= 0 and len(spans) == (4 if phase == commits else 2)
     assert name in wan.table(result)
     assert "ms a chunk" in capsys.readouterr().err, "a row is said as soon as it is measured"
