@@ -36,7 +36,7 @@ def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, mo
         assert not (tmp_path / demo.name / "preview.mp4").exists()
     monkeypatch.setattr(page, "DEMO", tmp_path)
     assert list(page.demos().values()) == [demo.title for demo in command.DEMOS]
-    assert page.demo_page() == "/inspect"
+    assert page.demo_page() == "/inspect#open=" + next(iter(page.demos()))
 
 
 def test_every_demo_starts_from_a_scene_that_ships():

@@ -61,6 +61,9 @@ def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
     until(lambda: len(page.frames) == 2, "the inspector is there")
     frame = page.frames[-1]
     ready(frame, "Live run")
+    until(lambda: frame.input_value('[data-in="frame"]') != "0", "it opens where the run stands")
+    frame.focus(".panes")
+    page.keyboard.press("Home")
     yield page, frame
     page.click('[data-do="inspect"]')
 

@@ -23,14 +23,15 @@ def demos() -> dict[str, str]:
 
 
 def demo_page() -> str:
-    """The page that opens the shipped sessions; it needs no weights.
+    """The page that opens the first of the shipped sessions; it needs no weights.
 
     Raises:
         UserError: none is there.
     """
-    if not demos():
+    known = demos()
+    if not known:
         raise UserError(f"{DEMO} holds no session; fetch the repository whole")
-    return "/inspect"
+    return f"/inspect#open={next(iter(known))}"
 
 
 def open_demo(name: object, clips: Path) -> Clip:

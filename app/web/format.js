@@ -22,6 +22,8 @@ function make(tag, properties = {}, children = []) {
   return node;
 }
 
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
 function bytes(count) {
   if (count === null || count === undefined) return "\u2013";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -176,10 +176,14 @@ function inspect() {
     const inner = frame.contentDocument.documentElement;
     new ResizeObserver(() => (frame.style.height = inner.querySelector("body").offsetHeight + 4 + "px"))
       .observe(inner.querySelector("body"));
+    frame.contentWindow.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || event.target.matches("select, input[type=number]")) return;
+      inspect();
+      button.focus();
+    });
     frame.focus();
   });
-  panel.replaceChildren(frame, make("a", { href: address, target: "_blank", rel: "noopener",
-    textContent: "Open it in a tab of its own" }));
+  panel.replaceChildren(frame);
   panel.scrollIntoView({ block: "start", behavior: calm.matches ? "auto" : "smooth" });
 }
 

@@ -1,4 +1,6 @@
 // The memory gauge, the figures of the run, and the form of choices.
+const OTHERS = "other programs";
+
 class Gauge {
   constructor(lanes) {
     this.lanes = lanes;
@@ -9,20 +11,24 @@ class Gauge {
 
   look(name) {
     if (name.startsWith("kv:")) return { lane: name.slice(3), title: "KV " + this.lanes.title(name.slice(3)) };
-    const titles = { weights: "Weights", scratch: "Scratch", free: "Free" };
-    return { part: titles[name] ? name : "other",
-      title: titles[name] || name.charAt(0).toUpperCase() + name.slice(1) };
+    const titles = { weights: "Weights", scratch: "Scratch", [OTHERS]: "Other programs", free: "Free",
+      "process other": "Rest of this program" };
+    return { part: ["weights", "scratch", "free"].includes(name) ? name : name === OTHERS ? "used" : "other",
+      title: titles[name] || capital(name) };
   }
 
   update(memory) {
     const parts = memory.parts.filter((part) => part[1] > 0 || part[0].startsWith("kv:"));
     if (!parts.some((part) => part[0] === "free"))
       parts.push(["free", Math.max(memory.total - memory.used, 0)]);
-    if (this.shown !== parts.map((part) => part[0]).join()) this.rebuild(parts);
     const free = parts.find((part) => part[0] === "free")[1];
+    // Process memory knows of this program alone: the rest of what is in use is named too.
+    const others = memory.total - parts.reduce((sum, [, size]) => sum + size, 0);
+    if (others > 0.002 * memory.total) parts.splice(-1, 0, [OTHERS, others]);
+    if (this.shown !== parts.map((part) => part[0]).join()) this.rebuild(parts);
     parts.forEach(([name, size], index) => {
       // Above: what is in use, part by part. Below it: the whole device, used and free.
-      this.bar.children[index].style.flexGrow = name === "free" ? 0 : size / memory.used;
+      this.bar.children[index].style.flexGrow = name === "free" || name === OTHERS ? 0 : size / memory.used;
       this.legend.children[index].lastElementChild.textContent = bytes(size);
     });
     this.whole.children[0].style.flexGrow = memory.total - free;
@@ -96,7 +102,7 @@ class Choices {
     input("steps").value = hello.defaults.steps;
     input("steps").max = hello.limits.steps;
     input("speed").value = String(hello.defaults.speed);
-    input("speed").options[0].textContent = "natural, " + hello.world.fps + " frames a second";
+    input("speed").options[0].textContent = "natural, " + hello.world.fps + " frames/s";
     input("lanes").replaceChildren(...hello.lanes.map((lane) => make("label", { class: "qwm-check" }, [
       make("input", { type: "checkbox", value: lane.name,
         checked: hello.defaults.lanes.includes(lane.name) }),

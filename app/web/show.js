@@ -66,11 +66,14 @@ function stages() {
   shown.forEach(([name, share], index) => {
     const [label, percent, bar] = list.children[index].children;
     const value = Math.round(100 * share);
-    if (label.textContent !== name) label.textContent = name;
+    const words = capital(name);
+    if (label.textContent !== words) label.textContent = words;
     percent.textContent = share >= 1 ? "done" : share > 0 ? value + " %" : "";
-    bar.setAttribute("aria-label", name);
-    bar.setAttribute("aria-valuenow", value);
-    bar.firstElementChild.style.width = Math.max(4, value) + "%";
+    bar.setAttribute("aria-label", words);
+    bar.classList.toggle("qwm-unknown", value === 0);
+    if (value === 0) bar.removeAttribute("aria-valuenow");
+    else bar.setAttribute("aria-valuenow", value);
+    bar.firstElementChild.style.width = value === 0 ? "" : value + "%";
   });
 }
 
@@ -90,7 +93,7 @@ function status() {
 
 function complain(text) {
   const box = $(".qwm-message");
-  say("message", text.charAt(0).toUpperCase() + text.slice(1));
+  say("message", capital(text));
   box.classList.remove("qwm-good");
   box.hidden = false;
 }

@@ -44,7 +44,7 @@ function heard(reply) {
   if (state.phase === "queued" && reply.place === 0) enter("loading");
   if (state.phase === "queued" && reply.place > 0) enter("queued");
   if (state.phase === "loading") {
-    state.loading = reply.stage || "";
+    state.loading = capital(reply.stage || "");
     state.stages = reply.stages || [];
     veil();
   }

@@ -67,6 +67,7 @@ class Worlds {
   }
 
   draw() {
+    out("worlds-stage").hidden = this.cards.length > 0;
     if (this.holder.children.length !== this.cards.length)
       this.holder.replaceChildren(...this.cards.map((card) => this.tile(card)));
     this.cards.forEach((card, index) => this.fillTile(this.holder.children[index], card));
@@ -75,7 +76,7 @@ class Worlds {
 
   tile(card) {
     const tile = make("button", { type: "button", class: "qwm-world", role: "radio", "data-world": card.name }, [
-      make("span", { class: "qwm-world-top" }, [make("b", { textContent: card.title }),
+      make("span", { class: "qwm-world-top" }, [make("b", { textContent: card.title.replaceAll("-", "\u2011") }),
         make("span", { class: "qwm-badge" })]),
       make("small", { textContent: card.note }),
       make("small", { textContent: card.licence.split(":")[0], title: card.licence }),

@@ -7,7 +7,7 @@ export const CURVES = {
   ssim: ["SSIM to the reference", "", "11 x 11 Gaussian window, 1 is identical."],
   lpips: ["LPIPS to the reference", "", "A learned distance (AlexNet), 0 is identical: nearer to what people see than PSNR."],
   excess: ["Excess flicker", "levels", "Mean |change of the lane - change of the reference| from one frame to the next: change that the reference does not have."],
-  temporal: ["Change from frame to frame", "levels", "Mean |x(t) - x(t-1)|: motion and flicker together.", "temporal_reference"],
+  temporal: ["Change in time", "levels", "Mean |x(t) - x(t-1)|: motion and flicker together.", "temporal_reference"],
   warping: ["Flow-warping error", "levels", "What stays after the motion is taken out by optical flow, where the flow is sure.", "warping_reference"],
   sharpness: ["Sharpness", "gradient energy", "Mean squared gradient: a lane that blurs sinks.", "sharpness_reference"],
   drift: ["Colour drift", "levels", "Distance of the mean colour from the first frame's.", "drift_reference"],
@@ -15,7 +15,9 @@ export const CURVES = {
 };
 const STEPS = new Set(["excess", "temporal", "temporal_reference", "warping", "warping_reference"]);
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
-const PAD = { left: 46, right: 10, top: 8, bottom: 34 };
+const PAD = { left: 46, right: 10, top: 8, bottom: 52 };
+const HIGH = 240;
+const PSNR_TOP = 60; // equal frames have no PSNR; from here on nobody sees a difference
 
 export class Curves {
   constructor(seek) {
@@ -29,6 +31,7 @@ export class Curves {
     this.canvas.addEventListener("pointerdown", (event) => this.clicked(event));
     this.canvas.addEventListener("pointermove", (event) => event.buttons && this.clicked(event));
     new ResizeObserver(() => this.draw()).observe(this.canvas);
+    new MutationObserver(() => this.draw()).observe(document.body, { attributes: true, attributeFilter: ["class"] });
   }
 
   open(clip) {
@@ -88,7 +91,7 @@ export class Curves {
     if (!this.data || !this.clip) return;
     const name = input("curve").value;
     const canvas = this.canvas;
-    const wide = canvas.clientWidth, high = 220;
+    const wide = canvas.clientWidth, high = HIGH;
     canvas.width = wide * devicePixelRatio;
     canvas.height = high * devicePixelRatio;
     const context = canvas.getContext("2d");
@@ -99,7 +102,8 @@ export class Curves {
     const range = this.range(name, values);
     this.x = (t) => PAD.left + ((wide - PAD.left - PAD.right) * (t + 0.5)) / this.clip.frames;
     this.y = (v) => high - PAD.bottom - ((high - PAD.top - PAD.bottom) * (v - range[0])) / (range[1] - range[0]);
-    this.axes(context, wide, high, range);
+    this.axes(context, wide, high, range, name);
+    this.seconds(context, wide, high);
     this.keys(context, high);
     for (const [number, , line] of series) this.stroke(context, line, number);
     this.marks(context, high);
@@ -107,21 +111,25 @@ export class Curves {
   }
 
   range(name, values) {
-    if (!values.length) return [0, 1];
+    if (!values.length) return [0, 1, 0.25];
     let low = Math.min(...values), most = Math.max(...values);
-    if (name === "psnr") most = Math.min(most, 60);
+    if (name === "psnr") most = Math.min(most, PSNR_TOP);
     else low = name === "ssim" ? low : 0;
-    return most > low ? [low, most + (most - low) * 0.04] : [low - 0.5, low + 0.5];
+    if (low >= most) [low, most] = name === "psnr" ? [most - 10, most] : [low, low + 1];
+    const step = round((most - low) / 5);
+    return [Math.floor(low / step + 1e-6) * step, Math.ceil(most / step - 1e-6) * step, step];
   }
 
-  axes(context, wide, high, range) {
+  axes(context, wide, high, [low, most, step], name) {
     context.strokeStyle = colour("--line");
     context.fillStyle = colour("--soft");
     context.textAlign = "right";
-    for (let i = 0; i <= 4; i += 1) {
-      const value = range[0] + ((range[1] - range[0]) * i) / 4, y = this.y(value);
+    const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+    for (let i = 0; i <= Math.round((most - low) / step); i += 1) {
+      const value = low + step * i, y = this.y(value);
       line(context, PAD.left, y, wide - PAD.right, y);
-      context.fillText(short(value), PAD.left - 6, y + 4);
+      const more = name === "psnr" && value >= PSNR_TOP ? "+" : "";
+      context.fillText(value.toFixed(digits) + more, PAD.left - 6, y + 4);
     }
     context.strokeStyle = colour("--soft"); // a tick where a chunk begins
     for (const border of this.clip.info.borders) {
@@ -130,13 +138,23 @@ export class Curves {
     }
   }
 
+  // Times along the axis, as far apart as they can be read.
+  seconds(context, wide, high) {
+    const fps = this.clip.info.fps, whole = this.clip.frames / fps;
+    const step = round((whole * 64) / (wide - PAD.left - PAD.right));
+    context.fillStyle = colour("--soft");
+    context.textAlign = "center";
+    for (let n = 0; n * step * fps < this.clip.frames - 0.5; n += 1)
+      context.fillText(Number((n * step).toFixed(2)) + " s", this.x(n * step * fps), high - PAD.bottom + 20);
+  }
+
   keys(context, high) {
     const keys = this.clip.info.keys;
     context.textAlign = "left";
     let start = 0;
     for (let t = 1; t <= keys.length; t += 1) {
       if (t < keys.length && keys[t].join() === keys[start].join()) continue;
-      const text = keys[start].join(" "), from = this.x(start - 0.5), to = this.x(t - 1.5 + 1);
+      const text = keys[start].join(" ").toUpperCase(), from = this.x(start - 0.5), to = this.x(t - 1.5 + 1);
       if (text) {
         context.fillStyle = colour("--sunk");
         context.fillRect(from, high - 22, Math.max(to - from - 1, 1), 16);
@@ -176,8 +194,9 @@ export class Curves {
       context.setLineDash([3, 3]);
       line(context, this.x(frame), PAD.top, this.x(frame), bottom);
       context.setLineDash([]);
-      context.textAlign = "left";
-      context.fillText(title(lane) + " has parted", this.x(frame) + 4, PAD.top + 10 + 13 * this.clip.lanes.indexOf(lane));
+      const late = this.x(frame) > this.canvas.clientWidth - 130; // the words stay inside
+      context.textAlign = late ? "right" : "left";
+      context.fillText(title(lane) + " has parted", this.x(frame) + (late ? -4 : 4), PAD.top + 10 + 13 * this.clip.lanes.indexOf(lane));
     }
     context.strokeStyle = colour("--ink");
     line(context, this.x(this.frame), PAD.top, this.x(this.frame), bottom);
@@ -190,14 +209,12 @@ export class Curves {
     out("legend").replaceChildren(...series.map(([number, lane]) => make("span", {}, [
       make("span", { class: "swatch", "data-n": number }), title(lane)])));
     const head = make("tr", {}, [make("th", { scope: "col", textContent: "frame " + (this.clip.info.first + this.frame) }),
-      ...Object.keys(this.data.lanes).map((lane) => make("th", { scope: "col", textContent: title(lane) }))]);
-    const rows = Object.entries(CURVES).map(([curve, [text, measure]]) => make("tr", {}, [
-      make("th", { scope: "row", textContent: text + (measure ? ", " + measure : "") }),
-      ...Object.values(this.data.lanes).map((columns) => {
-        const value = columns[curve] ? this.aligned(curve, columns[curve])[this.frame] : null;
-        return make("td", { textContent: value === null || value === undefined ? "\u2013"
-          : curve === "psnr" && value >= 99 ? "identical" : value.toPrecision(4) });
-      })]));
+      ...[this.data.reference, ...Object.keys(this.data.lanes)].map((lane) => make("th", { scope: "col", textContent: title(lane) }))]);
+    const lanes = Object.values(this.data.lanes);
+    const rows = Object.entries(CURVES).filter(([curve]) => lanes.some((columns) => columns[curve])).map(
+      ([curve, [text, measure, , own]]) => make("tr", { class: curve === name ? "chosen" : "" }, [
+        make("th", { scope: "row", textContent: text.replace(" to the reference", "") + (measure ? ", " + measure : "") }),
+        this.value(own, lanes[0]), ...lanes.map((columns) => this.value(curve, columns))]));
     const table = out("values");
     table.replaceChildren(table.querySelector("caption"), make("thead", {}, [head]), make("tbody", {}, rows));
     this.canvas.setAttribute("aria-valuemin", 0);
@@ -205,6 +222,12 @@ export class Curves {
     this.canvas.setAttribute("aria-valuenow", this.frame);
     this.canvas.setAttribute("aria-valuetext", "frame " + this.frame + ", " + label + ": "
       + series.map(([, lane, line]) => title(lane) + " " + (line[this.frame] ?? "none")).join(", ") + " " + unit);
+  }
+
+  value(curve, columns) {
+    const value = curve && columns[curve] ? this.aligned(curve, columns[curve])[this.frame] : null;
+    return make("td", { textContent: value === null || value === undefined ? "\u2013"
+      : curve === "psnr" && value >= 99 ? "identical" : short(value) });
   }
 
   clicked(event) {
@@ -217,7 +240,13 @@ export class Curves {
 
 function short(value) {
   const size = Math.abs(value);
-  return size >= 100 ? value.toFixed(0) : size < 0.1 ? value.toFixed(4) : value.toPrecision(3);
+  return size >= 100 ? value.toFixed(0) : size < 1 ? value.toFixed(3) : value.toPrecision(3);
+}
+
+// The next of 1, 2, 5, 10, ... that is not below a length.
+function round(length) {
+  const power = 10 ** Math.floor(Math.log10(length));
+  return power * [1, 2, 5, 10].find((step) => step * power >= length * (1 - 1e-9));
 }
 
 function line(context, x0, y0, x1, y1) {

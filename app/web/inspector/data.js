@@ -32,10 +32,18 @@ export class Server {
     return (await answer(response)).json();
   }
 
-  async upload(files) {
+  // told(share): how much of the files has been sent; fetch cannot say that.
+  async upload(files, told) {
     const form = new FormData();
     for (const file of files) form.append("file", file);
-    const response = await fetch(this.address("upload"), { method: "POST", body: form });
+    const response = await new Promise((done, failed) => {
+      const request = new XMLHttpRequest();
+      request.open("POST", this.address("upload"));
+      request.upload.onprogress = (event) => event.lengthComputable && told(event.loaded / event.total);
+      request.onload = () => done(new Response(request.responseText, { status: request.status }));
+      request.onerror = () => failed(new ServerError("The server does not answer. Try again."));
+      request.send(form);
+    });
     return (await answer(response)).json();
   }
 }

@@ -1,11 +1,12 @@
 // The loupe: the pixels around one place in every lane, with their values.
-import { make, out, title } from "./dom.js";
+import { $, make, out, title } from "./dom.js";
 import { cut } from "./data.js";
 
 const SIDE = 9;
 
 export function showLoupe(clip, lanes, x, y, frame) {
   out("at").textContent = x + ", " + y + " in frame " + frame;
+  $(".loupe > .hint").hidden = true;
   const reference = lanes[0];
   out("loupe").replaceChildren(...lanes.map((picture, index) => {
     const values = picture ? pixel(picture, x, y) : null;
@@ -14,7 +15,7 @@ export function showLoupe(clip, lanes, x, y, frame) {
     const off = values && base && index > 0
       ? values.map((value, c) => (value - base[c] > 0 ? "+" : "") + (value - base[c])).join(" ") : "";
     return make("div", { class: "one", "data-n": index }, [
-      patch(picture, x, y),
+      make("div", { class: "lens" }, [patch(picture, x, y)]),
       make("div", {}, [make("b", { textContent: title(clip.lanes[index]) }), text,
         make("div", { class: "hint", textContent: off })])]);
   }));

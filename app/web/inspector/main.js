@@ -2,16 +2,18 @@
 import { $, input, make, options, out, segments, title } from "./dom.js";
 import { Clip, Server } from "./data.js";
 import { Panes } from "./panes.js";
-import { pixel, showLoupe } from "./loupe.js";
+import { listen } from "./keys.js";
+import { showLoupe } from "./loupe.js";
 import { Curves } from "./curves.js";
 import { Slices } from "./slices.js";
 import { Tokens } from "./tokens.js";
-import { change, channels, excess, signed, wiped } from "./pixels.js";
+import { change, channels, excess, ramp, signed, wiped } from "./pixels.js";
 
 const VIEWS = [["side", "Side by side"], ["wipe", "Wipe"], ["blink", "Blink"], ["difference", "Difference"], ["change", "Change in time"]];
 const TOOLS = [["pan", "Move"], ["slice", "Slice"], ["patch", "Patch"]];
 const HELP = {
-  side: () => "", wipe: () => "Left of the border A, right of it B; drag the border in the picture.",
+  side: () => "The same frame of every lane, pixel for pixel as it was made.",
+  wipe: () => "Left of the border A, right of it B; drag the border in the picture.",
   blink: () => "A and B take turns in one place once Blink is ticked: what differs moves.",
   difference: () => input("colours").value === "signed"
     ? "Grey: equal. Red: brighter than the reference, blue: darker, full colour at " + (255 / gain()).toFixed(0) + " levels."
@@ -52,19 +54,21 @@ function choose(tool) {
 }
 
 // Sources ------------------------------------------------------------------------------------
-async function open(work) {
+async function open(work, what = "Opening the frames") {
   complain("");
-  say("Opening\u2026");
+  busy(what);
   try {
     const reply = await work;
     state.clip = new Clip(server, reply, () => draw());
-    Object.assign(state, { frame: 0, loop: null, playing: false, cross: null });
+    pause();
+    // A live run opens where it stands; what was recorded, at its beginning.
+    Object.assign(state, { frame: reply.info.live ? reply.info.frames - 1 : 0, loop: null, cross: null });
     panes.forget();
     panes.box = null;
     $("main").hidden = false;
     out("empty").hidden = true;
     const info = reply.info;
-    out("title").textContent = info.title + ": " + info.frames + " frames, " + info.size.join(" \u00d7 ") + ", " + info.fps + " a second";
+    out("title").textContent = out("title").title = info.title + ": " + info.frames + " frames, " + info.size.join(" \u00d7 ") + ", " + info.fps + "/s";
     out("notes").textContent = [...modeNote(info), ...floorNote(info), ...info.notes].join(" ");
     input("frame").max = info.frames - 1;
     options(input("a"), info.lanes.map((lane, n) => [String(n), title(lane)]));
@@ -78,11 +82,14 @@ async function open(work) {
     $('label:has(input[value="patch"])').hidden = !info.live; // only a run that goes on has queries
     if (!info.live && panes.tool === "patch") choose("pan");
     arrange();
+    seek(state.frame);
     slices.show(slices.typed()).catch((error) => complain(error.message));
     say(info.title + " is open.");
   } catch (error) {
     complain(error.message);
     say("");
+  } finally {
+    busy("");
   }
 }
 
@@ -99,6 +106,11 @@ function modeNote(info) {
   return [];
 }
 
+function recorded(name) {
+  input("demo").value = name;
+  open(server.post("open", { source: name }), "Reading the recorded session");
+}
+
 // Pictures -----------------------------------------------------------------------------------
 function arrange() {
   const clip = state.clip;
@@ -106,13 +118,23 @@ function arrange() {
   for (const part of ["pair", "wipe", "blink", "gain", "colours", "change"])
     document.querySelectorAll(".bar ." + part).forEach((node) => { node.hidden = !WITH[state.view].includes(part); });
   const all = clip.lanes.map((lane, n) => [title(lane), "", n]);
-  const heads = { side: all, change: all, wipe: [["", "", null]], blink: [["", "", null]],
-    difference: clip.lanes.length > 1 ? all.slice(1).map(([text, , n]) => [text, "minus " + title(clip.lanes[0]), n]) : all };
+  const others = clip.lanes.length > 1 ? all.slice(1) : all;
+  const heads = { side: all, change: excessive() ? others : all, wipe: [["", "", null]], blink: [["", "", null]],
+    difference: others.map(([text, , n]) => [text, "minus " + title(clip.lanes[0]), n]) };
   panes.build(heads[state.view], clip.info.size);
   draw();
 }
 
 const gain = () => 2 ** Number(input("gain").value);
+const excessive = () => input("change").value === "excess"; // of which the reference has none
+
+// The colours of the view from left to right, where they stand for numbers.
+function scale() {
+  const isSigned = state.view === "difference" && input("colours").value === "signed";
+  const canvas = out("scale");
+  canvas.hidden = !isSigned && state.view !== "change";
+  if (!canvas.hidden) canvas.getContext("2d").putImageData(ramp(canvas.width, isSigned), 0, 0);
+}
 
 function draw() {
   const clip = state.clip;
@@ -122,12 +144,14 @@ function draw() {
   out("gain").textContent = gain() + "\u00d7";
   input("gain").setAttribute("aria-valuetext", gain() + " times");
   out("view-help").textContent = HELP[state.view]();
+  scale();
   const a = Number(input("a").value), b = Number(input("b").value);
   const every = clip.lanes.map((_, lane) => at(lane));
   const views = {
     side: () => [every, []],
     wipe: () => {
       const border = Math.round((Number(input("wipe").value) / 100) * clip.info.size[0]);
+      panes.border = border;
       return [[every[a] && every[b] && wiped(every[a], every[b], border)], [title(clip.lanes[a]) + " | " + title(clip.lanes[b])]];
     },
     blink: () => {
@@ -141,11 +165,11 @@ function draw() {
     },
     change: () => {
       const before = clip.lanes.map((_, lane) => at(lane, t - 1));
-      const own = input("change").value === "own";
-      return [every.map((picture, n) => {
+      const found = every.map((picture, n) => {
         if (!picture || !before[n] || !every[0] || !before[0]) return null;
-        return own ? change(picture, before[n], gain()) : excess(picture, before[n], every[0], before[0], gain());
-      }), []];
+        return excessive() ? excess(picture, before[n], every[0], before[0], gain()) : change(picture, before[n], gain());
+      });
+      return [excessive() && found.length > 1 ? found.slice(1) : found, []];
     },
   };
   panes.show(...views[state.view]());
@@ -153,7 +177,7 @@ function draw() {
   const place = "frame " + (clip.info.first + t) + ", " + (t / clip.info.fps).toFixed(2) + " s";
   input("frame").value = t;
   input("frame").setAttribute("aria-valuetext", place);
-  out("frame").textContent = place + (state.loop ? ", loop" : "");
+  out("frame").textContent = place + (state.loop ? ", loop " + state.loop.map((end) => clip.info.first + end).join(" to ") : "");
   if (state.cross) showLoupe(clip, every, ...state.cross, clip.info.first + t);
 }
 
@@ -246,6 +270,22 @@ function savePicture() {
 }
 
 function say(text) { out("status").textContent = text; }
+
+// A named bar while something is on its way; share is unknown where it is left out.
+function busy(what, share) {
+  $(".busy").hidden = !what;
+  if (!what) return;
+  const bar = $(".busy [role=progressbar]"), percent = Math.round(100 * share);
+  const words = what + (share === undefined ? "\u2026" : ", " + percent + " %");
+  if (out("busy").textContent.split(",")[0] !== words.split(",")[0]) say(words);
+  out("busy").textContent = words;
+  bar.setAttribute("aria-label", what);
+  bar.classList.toggle("unknown", share === undefined);
+  if (share === undefined) bar.removeAttribute("aria-valuenow");
+  else bar.setAttribute("aria-valuenow", percent);
+  bar.firstElementChild.style.width = share === undefined ? "" : percent + "%";
+}
+
 function complain(text) {
   $(".message").textContent = text;
   $(".message").hidden = !text;
@@ -253,7 +293,7 @@ function complain(text) {
 
 // Events -------------------------------------------------------------------------------------
 const actions = {
-  live: () => open(server.post("open", { source: "live" })),
+  live: () => open(server.post("open", { source: "live" }), "Taking the last minute"),
   files: () => input("files").click(),
   theme: () => document.body.classList.toggle("dark"),
   back: () => stepBy(-1),
@@ -265,6 +305,13 @@ const actions = {
   larger: () => panes.zoomBy(1.5, ...(state.cross || [])),
   smaller: () => panes.zoomBy(1 / 1.5, ...(state.cross || [])),
   fit: () => panes.zoomBy(1 / 32),
+  patch: () => {
+    choose("patch");
+    seek(Infinity);
+    $(".panes").focus();
+    $(".panes").scrollIntoView({ block: "nearest" });
+    say("Click a patch, or move with the arrow keys and press Enter.");
+  },
   save: savePicture,
 };
 for (const button of document.querySelectorAll("[data-do]"))
@@ -274,13 +321,13 @@ input("files").addEventListener("change", () => {
   input("files").value = "";
   const large = files.find((file) => file.size > state.most);
   if (large) complain(large.name + " is larger than " + Math.floor(state.most / 2 ** 20) + " MB; cut it shorter.");
-  else if (files.length) open(server.upload(files));
+  else if (files.length)
+    open(server.upload(files, (share) => (share < 1 ? busy("Sending the files", share) : busy("Reading the files"))), "Sending the files");
 });
-input("demo").addEventListener("change", () => {
-  if (input("demo").value) open(server.post("open", { source: input("demo").value }));
-});
+input("demo").addEventListener("change", () => input("demo").value && recorded(input("demo").value));
 input("frame").addEventListener("input", () => { pause(); seek(Number(input("frame").value)); });
-for (const name of ["a", "b", "wipe", "gain", "colours", "change", "blink"]) input(name).addEventListener("input", draw);
+for (const name of ["a", "b", "wipe", "gain", "colours", "blink"]) input(name).addEventListener("input", draw);
+input("change").addEventListener("input", arrange);
 for (const name of ["row", "column", "slice-row", "slice-column"])
   input(name).addEventListener("change", () => {
     if (name === "row") input("slice-row").checked = true;
@@ -288,36 +335,8 @@ for (const name of ["row", "column", "slice-row", "slice-column"])
     slice(slices.typed());
   });
 
-const KEYS = { ",": actions.back, ".": actions.forward, "[": actions.in, "]": actions.out, "\\": actions.whole,
-  "+": actions.larger, "=": actions.larger, "-": actions.smaller };
-document.addEventListener("keydown", (event) => {
-  if (!state.clip || event.ctrlKey || event.metaKey || event.altKey) return;
-  const typing = event.target.matches("input[type=number], select, textarea");
-  if (typing) return;
-  const view = VIEWS[Number(event.key) - 1];
-  const inPanes = event.target === $(".panes");
-  const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
-  if (KEYS[event.key]) KEYS[event.key]();
-  else if (event.key === " " && !event.target.matches("button, input, a")) actions.play();
-  else if (view && !event.target.matches("input[type=range]")) { setView(view[0]); state.view = view[0]; arrange(); }
-  else if (arrows && inPanes) move(arrows, event.shiftKey ? 10 : 1);
-  else if (arrows && event.target.matches(".plot")) stepBy(arrows[0] || -arrows[1]);
-  else if (event.key === "Enter" && inPanes && panes.tool === "patch" && state.cross) tokens.ask(...state.cross, state.frame);
-  else return;
-  event.preventDefault();
-});
-
-function move([dx, dy], step) {
-  const [width, height] = state.clip.info.size;
-  const [x, y] = state.cross || [width >> 1, height >> 1];
-  point(Math.min(Math.max(x + step * dx, 0), width - 1), Math.min(Math.max(y + step * dy, 0), height - 1));
-  panes.reveal(...state.cross);
-  const [column, row] = state.cross;
-  say("Pixel " + column + ", " + row + ": " + state.clip.lanes.map((lane, number) => {
-    const picture = state.clip.frame(number, state.frame);
-    return title(lane) + " " + (picture ? pixel(picture, column, row).join(" ") : "on the way");
-  }).join("; "));
-}
+listen({ state, actions, panes, tokens, point, slice, stepBy, say,
+  view: (name) => { setView(name); state.view = name; arrange(); } });
 
 // Beginning ----------------------------------------------------------------------------------
 function follow() {
@@ -328,6 +347,7 @@ function follow() {
   if (!outside) return;
   new MutationObserver(dark).observe(outside, { attributes: true, attributeFilter: ["class"] });
   $('[data-do="theme"]').hidden = true;
+  Object.assign(out("tab"), { href: location.href, hidden: false });
 }
 
 async function begin() {
@@ -339,10 +359,16 @@ async function begin() {
     $('[data-do="live"]').hidden = !offered.live;
     $(".demo").hidden = offered.demos.length === 0;
     options(input("demo"), [["", "choose\u2026"], ...offered.demos]);
+    out("shelf").replaceChildren(...offered.demos.map(([name, label]) => {
+      const button = make("button", { type: "button", textContent: label });
+      button.addEventListener("click", () => recorded(name));
+      return button;
+    }));
   } catch (error) {
     complain(error.message);
   }
-  if (asked.get("open")) open(server.post("open", { source: asked.get("open") }));
+  if (asked.get("open") === "live") actions.live();
+  else if (asked.get("open")) recorded(asked.get("open"));
 }
 addEventListener("pagehide", () => {
   if (!asked.get("session") && server.session) navigator.sendBeacon(server.address("leave"));

@@ -1,5 +1,5 @@
 // The pictures: a canvas per pane, one zoom and one place for all of them, pointer and line.
-import { make, title } from "./dom.js";
+import { make, out, title } from "./dom.js";
 
 const MOST_ZOOM = 32;
 
@@ -22,6 +22,9 @@ export class Panes {
     this.size = size;
     this.centre = this.centre || [size[0] / 2, size[1] / 2];
     this.holder.style.setProperty("--count", heads.length);
+    this.holder.style.setProperty("--aspect", size[0] / size[1]);
+    this.holder.dataset.count = heads.length;
+    this.border = null;
     this.panes = heads.map(([text, small, number]) => {
       const canvas = make("canvas", { role: "img", "aria-label": text + " " + small });
       this.listen(canvas);
@@ -56,6 +59,7 @@ export class Panes {
   draw() {
     if (!this.size) return;
     const [width, height] = this.size;
+    out("zoom").textContent = (this.zoom < 10 ? Number(this.zoom.toFixed(1)) : Math.round(this.zoom)) + "\u00d7";
     this.panes.forEach((pane, index) => {
       const canvas = pane.canvas;
       const wide = Math.max(1, Math.round(canvas.clientWidth * devicePixelRatio));
@@ -82,6 +86,10 @@ export class Panes {
 
   marks(context, scale, left, top) {
     const at = (x, y) => [(x + 0.5 - left) * scale, (y + 0.5 - top) * scale];
+    if (this.border !== null) {
+      const x = (this.border - left) * scale;
+      this.stroke(context, [[x, 0], [x, context.canvas.height]]);
+    }
     if (this.line) this.stroke(context, [at(this.line[0], this.line[1]), at(this.line[2], this.line[3])]);
     if (this.cross) {
       const [x, y] = at(this.cross[0], this.cross[1]);

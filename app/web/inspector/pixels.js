@@ -50,6 +50,16 @@ export function wiped(left, right, border) {
   return out;
 }
 
+// The colours of a scale from left to right: -1 to 1 where signed, else 0 to 1.
+export function ramp(count, isSigned) {
+  const out = new ImageData(count, 1);
+  for (let n = 0; n < count; n += 1) {
+    if (isSigned) paint(out.data, 4 * n, (2 * n) / (count - 1) - 1);
+    else heat(out.data, 4 * n, n / (count - 1));
+  }
+  return out;
+}
+
 function step(a, b, i) {
   return (Math.abs(a[i] - b[i]) + Math.abs(a[i + 1] - b[i + 1]) + Math.abs(a[i + 2] - b[i + 2])) / 3;
 }

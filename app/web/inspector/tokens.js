@@ -1,5 +1,5 @@
 // Token selection: which patch of the past a clicked patch's query picks, per cache, layer and head.
-import { input, make, options, out, title } from "./dom.js";
+import { $, input, make, options, out, title } from "./dom.js";
 
 export class Tokens {
   // renew: takes the live run again and shows its newest frame.
@@ -14,6 +14,7 @@ export class Tokens {
   open(clip) {
     this.clip = clip;
     this.reply = null;
+    $(".layer").hidden = true;
     out("tokens-panel").hidden = !clip.info.live;
     out("tokens-text").textContent = "";
     out("tokens").replaceChildren();
@@ -24,6 +25,7 @@ export class Tokens {
     try {
       const reply = await this.server.post("tokens", { x, y, frame: this.clip.info.first + frame });
       this.reply = reply;
+      $(".layer").hidden = false;
       options(input("layer"), reply.layers.map((layer) => [String(layer.layer), String(layer.layer)]));
       this.panes.box = reply.patch;
       this.panes.draw();
@@ -47,6 +49,7 @@ export class Tokens {
     const shifted = layer.lanes.slice(1).map((lane) => title(lane.lane) + " picks another patch in "
       + lane.picks.filter(other).length + " of " + lane.picks.length + " heads");
     out("tokens-text").textContent = this.reply.note + " " + (shifted.length ? shifted.join("; ") + "." : "");
+    out("tokens").style.setProperty("--count", layer.lanes.length);
     out("tokens").replaceChildren(...layer.lanes.map((lane, number) => make("div", { "data-n": number }, [
       make("h3", { textContent: title(lane.lane) }),
       make("div", { class: "heads" }, lane.picks.map((pick, head) => this.picture(pick, head, lane, number > 0 && other(pick, head))))])));
