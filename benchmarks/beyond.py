@@ -45,12 +45,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=Path, nargs="*", default=[], help="more recordings")
     parser.add_argument("--methods", help="of the recordings, instead of all")
     parser.add_argument(
-        "--lanes", default="quantwm,quantwm-half,qtc-small,qtc", help="of the free runs"
+        "--lanes", default="quantwm,quantwm-half,qtc-small,qtc,qtc-large", help="of the free runs"
     )
     parser.add_argument(
         "--few",
-        default="quantwm,quantwm-corrected,quantwm-half,quantwm-half-corrected,qtc",
-        help="of the taught runs; other motions and recall leave out QuantWM's variants",
+        default="quantwm,quantwm-corrected,quantwm-half,quantwm-half-corrected,qtc,qtc-large",
+        help="of the taught runs; other motions and recall take quantwm and qtc alone",
     )
     parser.add_argument("--truth", type=Path, default=Path("assets/truth"))
     parser.add_argument("--random", help="preset of random weights instead of the shipped ones")
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 def _measured(options: argparse.Namespace) -> dict[str, Any]:
     began, device = time.time(), device_named(options.device)
     lanes = {"free": lanes_named(options.lanes), "taught": lanes_named(options.few)}
-    lanes["motion"] = tuple(n for n in lanes["taught"] if not n.startswith("quantwm-"))
+    lanes["motion"] = tuple(n for n in lanes["taught"] if n in ("quantwm", "qtc"))
     source = WorldSource(random_preset=options.random)
     wanted = split_methods(options.methods) if options.methods else beyond_study.METHODS
     methods, missing = beyond_study.known_methods(wanted)
