@@ -9,7 +9,9 @@ constants, addresses that are multiples of 16, integers that are 1 or multiples 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -78,6 +80,53 @@ def _launch_again(
     run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *values, *constants)
 
 
+class Launches:
+    """Launches as they were made, to be made again with the same arguments.
+
+    Addresses are numbers here: whoever calls it knows that what was there still is.
+    """
+
+    def __init__(self) -> None:
+        self.device = -1
+        self._made: list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def add(
+        self, compiled: _Compiled, grid: tuple[int, int], device: int, values: tuple[Any, ...]
+    ) -> None:
+        run, function, metadata, constants = compiled
+        self.device = device
+        fixed = (function, metadata, None, None, None, *values, *constants)
+        self._made.append((run, (*grid, 1), fixed))
+
+    def again(self) -> None:
+        """On the stream that is the current one now."""
+        stream = driver.active.get_current_stream(self.device)
+        for run, grid, fixed in self._made:
+            run(*grid, stream, *fixed)
+
+
+_noting = threading.local()
+
+
+@contextmanager
+def noted() -> Iterator[Launches]:
+    """What this thread launches inside, as far as it is compiled."""
+    launches = _noting.launches = Launches()
+    try:
+        yield launches
+    finally:
+        del _noting.launches
+
+
+def _note(*made: Any) -> None:
+    launches = getattr(_noting, "launches", None)
+    if launches is not None:
+        launches.add(*made)
+
+
 def launch(
     kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
 ) -> None:
@@ -93,9 +142,10 @@ def launch(
     key = (id(kernel), device, kinds, *constants.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
-        _COMPILED[key] = _first_launch(kernel, grid, args, constants)
+        _COMPILED[key] = compiled = _first_launch(kernel, grid, args, constants)
     else:
         _launch_again(compiled, grid, device, values)
+    _note(compiled, grid, device, values)
 
 
 class PreparedLaunch:
@@ -157,14 +207,13 @@ class PreparedLaunch:
             device, tensor.dtype, address % 16 == 0,
             _integer_kind(strides[0], True), _integer_kind(strides[1], True),
         )  # fmt: skip
-        compiled = self._known.get(kind)
+        values = (address, *strides, *lengths, *self._values)
+        key = (*self._key, *kind)
+        compiled = self._known.get(kind) or _COMPILED.get(key)
         if compiled is None:
-            key = (*self._key, *kind)
-            compiled = _COMPILED.get(key)
-            if compiled is None:
-                args = (tensor, *strides, *lengths, *self._fixed)
-                compiled = _first_launch(self.kernel, grid, args, self.constants)
-                self._known[kind] = _COMPILED[key] = compiled
-                return
-            self._known[kind] = compiled
-        _launch_again(compiled, grid, device, (address, *strides, *lengths, *self._values))
+            args = (tensor, *strides, *lengths, *self._fixed)
+            compiled = _COMPILED[key] = _first_launch(self.kernel, grid, args, self.constants)
+        else:
+            _launch_again(compiled, grid, device, values)
+        self._known[kind] = compiled
+        _note(compiled, grid, device, values)

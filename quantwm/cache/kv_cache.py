@@ -189,7 +189,8 @@ class KVCache(Held, Savable):
         first = first_visible(self.policy, chunk.stop_frame)
         past = visible_tokens(self._segments, first)
         history = (self._segments, slot, first)
-        return Reading(*history, write.k, write.v, past, self._window_tokens())
+        own = (write.k, write.v, past, self._window_tokens())
+        return Reading(*history, *own, self._replays)
 
     def pending_keys(self, layer: int, stream: str = "self") -> Tensor | None:
         """The open chunk's keys as they will be read, [H, n, D], once their clean pass was.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback, ops_for
 from quantwm.cache.formats.base import HeadRanges, Prepared
+from quantwm.cache.replays import Replays, lies
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
 from quantwm.cache.workspace import Workspace
@@ -41,12 +42,13 @@ def decode_visible(
     values: Tensor,
     first: int,
     first_head: int | None = None,
-) -> None:
+) -> int:
     """One slot's visible tokens into the front of keys and values, both [H, tokens, D].
 
-    first_head: of the heads that keys and values hold; None where they hold all of them.
+    first_head: of the heads that keys and values hold; None where they hold all of them. Returns
+    the number of decoders where all are lasting ones, 0 otherwise.
     """
-    offset, prepared = 0, ([], [])
+    offset, prepared, lasting = 0, ([], []), True
     for segment in segments:
         fmt, start, stop = segment.fmt, segment.hidden_tokens(first), segment.tokens
         if start < stop:
@@ -55,13 +57,16 @@ def decode_visible(
                 decode = fmt.prepared(span) if _prepares(type(fmt)) else None
                 if decode is not None:
                     parts.append((decode, offset, start, stop))
-                elif first_head is None:
+                    continue
+                lasting = False
+                if first_head is None:
                     fmt.decode_into(span, out, offset, start, stop)
                 else:
                     fmt.decode_heads_into(span, out, offset, start, stop, first_head)
             offset += stop - start
     for parts, out in zip(prepared, (keys, values), strict=True):
         ops_for(out.device).decode_spans(parts, out, first_head or 0)
+    return len(prepared[0]) + len(prepared[1]) if lasting else 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ class Reading:
         k, v: the chunk's own, [H, N, D].
         past: tokens of history.
         reserve: the most tokens that a window will ever need.
+        replays: of the history's earlier readings.
     """
 
     segments: Sequence[Segment]
@@ -82,6 +88,7 @@ class Reading:
     v: Tensor
     past: int
     reserve: int
+    replays: Replays
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -123,7 +130,17 @@ class Reading:
         k, v = (self.k, self.v) if heads is None else (self.k[heads], self.v[heads])
         shape = (k.shape[0], *self.shape[1:])
         keys, values = workspace.take(shape, dtype, k.device, self.reserve)
-        first_head = None if heads is None else heads.start
-        decode_visible(self.segments, self.slot, keys, values, self.first, first_head)
-        ops_for(k.device).copy_pair(keys, values, self.past, k, v)
+
+        def read() -> int:
+            first_head = None if heads is None else heads.start
+            history = (self.segments, self.slot, keys, values, self.first, first_head)
+            decoders = decode_visible(*history)
+            ops_for(k.device).copy_pair(keys, values, self.past, k, v)
+            return decoders + 1 if decoders else 0
+
+        if heads is None:
+            place = (self.first, self.shape, *lies(keys, values, k, v))
+            self.replays.read(self.slot, place, k.device, read)
+        else:
+            read()
         return keys, values

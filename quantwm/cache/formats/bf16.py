@@ -84,6 +84,9 @@ class Bf16Format:
     ) -> None:
         span.decode(out, offset, start, stop, first_head)
 
+    def prepared(self, span: Bf16Span) -> Decode:
+        return span.decode
+
     def side(self, span: Bf16Span) -> Side:
         return Side("plain", values=span.values)
 
