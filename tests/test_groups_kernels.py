@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
-from test_kernels_compile import (  # noqa: E402
+from compiling import (
     REGISTER_LIMIT,
     SHARED_LIMIT,
     Launched,
-    Recorder,
     compile_launch,
     describe,
+    note,
+    record,
 )
+from interpreter import INTERPRETABLE, passes_interpreted
 
-from kernels import decode, encode, groups, kmeans, stages  # noqa: E402
-from quantwm.cache import dispatch, make_format  # noqa: E402
-from quantwm.cache.formats import QueryGuide, kivi, qvg_pro, rtn  # noqa: E402
+from kernels import decode, encode, groups, kmeans, stages
+from quantwm.cache import dispatch, make_format
+from quantwm.cache.formats import QueryGuide, kivi, qvg_pro, rtn
 
 OPS = dispatch.TritonOps(kmeans, encode, decode, groups, stages)
 
@@ -34,14 +33,8 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
-    """Launchers run on CPU tensors as if on a GPU; nothing is executed, launches are noted."""
-    noted: list[Launched] = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for module in (groups, stages):
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
-    yield noted
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    return record(monkeypatch, groups, stages)
 
 
 def run_launchers(dim: int, group_size: int, bits: int, count: int) -> None:
@@ -106,9 +99,7 @@ def test_formats_launch_kernels(
     """What a format launches on a GPU for a chunk: no operation of PyTorch's in between."""
     for module in (rtn, kivi, qvg_pro):
         monkeypatch.setattr(module, "ops_for", lambda device: OPS)
-    for module in (kmeans, encode):
-        for kernel in [n for n in vars(module) if n.endswith("_kernel")]:
-            monkeypatch.setattr(module, kernel, Recorder(getattr(module, kernel), launches))
+    note(monkeypatch, launches, kmeans, encode)
     fmt = make_format(name)
     x = torch.zeros(2, 100, 128, dtype=torch.bfloat16)
     book = fmt.fit(x, torch.Generator().manual_seed(0), None)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
-from test_kernels_compile import Launched, Recorder, compile_launch, describe  # noqa: E402
+from compiling import Launched, compile_launch, describe, record
+from interpreter import INTERPRETABLE, passes_interpreted
 
-from benchmarks.passes import SIZES, pairs  # noqa: E402
-from kernels import passes  # noqa: E402
-from quantwm.cache import dispatch  # noqa: E402
-from quantwm.worlds.wan.layers import kernels_for  # noqa: E402
+from benchmarks.passes import SIZES, pairs
+from kernels import passes
+from quantwm.cache import dispatch
+from quantwm.worlds.wan.layers import kernels_for
 
 
 @INTERPRETABLE
@@ -25,13 +22,8 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
-    """What the launchers ask for; nothing is executed."""
-    noted: list[Launched] = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for name in [n for n in vars(passes) if n.endswith("_kernel")]:
-        monkeypatch.setattr(passes, name, Recorder(getattr(passes, name), noted))
-    yield noted
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    return record(monkeypatch, passes)
 
 
 @pytest.mark.parametrize("size", ["matrix_game2", "lingbot_14b"])

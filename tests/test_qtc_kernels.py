@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
-from test_kernels_compile import (  # noqa: E402
+from compiling import (
     REGISTER_LIMIT,
     SHARED_LIMIT,
-    TYPES,
     Launched,
-    Recorder,
     compile_launch,
     describe,
+    record,
 )
+from interpreter import INTERPRETABLE, passes_interpreted
 
-from benchmarks import qtc_tune  # noqa: E402
-from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile, qtc_tuning, tuning  # noqa: E402
-from quantwm.cache.formats import qtc_levels  # noqa: E402
+from benchmarks import qtc_tune
+from kernels import qtc_decode, qtc_encode, qtc_moments, qtc_tile, qtc_tuning
+from quantwm.cache.formats import qtc_levels
 
 MODULES = (qtc_encode, qtc_decode, qtc_moments)
 
@@ -34,16 +30,8 @@ def test_kernels_in_the_interpreter() -> None:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Launched]]:
-    """Launchers run on CPU tensors as if on a GPU; nothing is executed, launches are noted."""
-    noted: list[Launched] = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setitem(TYPES, torch.int16, "*i16")
-    monkeypatch.setattr(tuning, "dot_mode", lambda x: (torch.bfloat16, triton.language.bfloat16))
-    for module in MODULES:
-        for name in [n for n in vars(module) if n.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
-    yield noted
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    return record(monkeypatch, *MODULES)
 
 
 def run_launchers(dim: int, rows: int, words: int, turned: bool) -> None:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from interpreter import INTERPRETABLE, passes_interpreted  # noqa: E402
+from compiling import REGISTER_LIMIT, SHARED_LIMIT, compile_launch, record
+from interpreter import INTERPRETABLE, passes_interpreted
 
-from benchmarks.agreement_rows import agree_rows  # noqa: E402
-from benchmarks.agreement_subspace import agree_subspace  # noqa: E402
-from kernels import rows, tuning  # noqa: E402
-from kernels import subspace as kernel  # noqa: E402
-from quantwm.cache import dispatch, subspace  # noqa: E402
-from tests.test_kernels_compile import (  # noqa: E402
-    REGISTER_LIMIT,
-    SHARED_LIMIT,
-    Launched,
-    Recorder,
-    compile_launch,
-)
+from benchmarks.agreement_rows import agree_rows
+from benchmarks.agreement_subspace import agree_subspace
+from kernels import rows, tuning
+from kernels import subspace as kernel
+from quantwm.cache import dispatch, subspace
 
 
 @INTERPRETABLE
@@ -32,12 +25,8 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "rank"), [(64, 4), (128, 8), (256, 8), (128, 24)])
-def test_compiles_without_spills(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int, rank: int
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches: list[Launched] = []
-    monkeypatch.setattr(kernel, "leading_kernel", Recorder(kernel.leading_kernel, launches))
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch, head_dim: int, rank: int) -> None:
+    launches = record(monkeypatch, kernel)
     moments, fixed = (
         torch.zeros(2, head_dim, head_dim),
         torch.zeros(head_dim, subspace.directions_for(rank)),
@@ -51,11 +40,9 @@ def test_compiles_without_spills(
 
 
 def test_spreading_rows_compiles_for_rows_that_begin_anywhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches: list[Launched] = []
-    monkeypatch.setattr(rows, "spread_rows_kernel", Recorder(rows.spread_rows_kernel, launches))
+    launches = record(monkeypatch, rows)
     mask, scales = torch.zeros(2, 5, dtype=torch.uint8), torch.zeros(9, dtype=torch.float16)
     rows.spread_rows(mask, torch.zeros(9, 8, dtype=torch.int8), scales, 40)
     _, used = compile_launch(launches[0])
