@@ -192,7 +192,7 @@ class SessionWriter:
     def copy_to(self, folder: Path) -> None:
         """A whole session of what was recorded so far, in a new folder, while this one goes on.
 
-        Videos are finished files with every frame in them; the preview ends at a whole second.
+        Videos are finished files with every frame in them; the preview may lack the last one.
 
         Raises:
             UserError: this session is closed or has stopped, or the folder cannot be written.
