@@ -14,6 +14,7 @@ from quantwm.cache.chunk import LayerWrite
 from quantwm.cache.formats.rows import part_rows
 from quantwm.cache.plan import Workload, plan
 from quantwm.cache.remedy import CacheMemoryError
+from quantwm.cache.statistics import moment
 from quantwm.errors import UserError
 from tests.cache_helpers import LASTING, SETTINGS, SPEC, live_bytes, make_cache, qkv, same_bytes
 from tests.host_syncs import HostSyncs
@@ -190,10 +191,16 @@ def test_extremes_name_the_layer() -> None:
     keys = torch.zeros(3, *qkv(0, TOKENS)[0].shape)
     values = keys.clone()
     values[1, 0, 0, 0] = torch.inf
-    checks.keep_extremes(chunk, WIDE, (4, 5, 6), keys, values)
+    queries = [torch.zeros_like(keys[0]) for _ in range(3)]
+    queries[2][0, 1, 3] = torch.nan
+    checks.keep_extremes(chunk, WIDE, (4, 5, 6), keys, values, [])
+    checks.keep_extremes(chunk, WIDE, (1, 2, 3), keys, keys, [moment(q) for q in queries])
     finite = torch.cat([flag.flatten() for flag in checks.flags(chunk)]).tolist()
-    assert finite == [True, True, True, True, False, True]
+    assert finite == [True, True, True, True, False, True, *([True] * 6), True, True, False]
     with pytest.raises(UserError, match=r"layer 5 values \(stream self\) hold NaN or infinity"):
+        checks.check_flags(chunk, finite)
+    finite[4] = True
+    with pytest.raises(UserError, match="layer 3 queries"):
         checks.check_flags(chunk, finite)
 
 

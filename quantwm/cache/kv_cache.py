@@ -313,12 +313,13 @@ class KVCache(Held, Savable):
     def _encode_batch(self, chunk: OpenChunk, batch: Batch) -> None:
         """Encode the slots that wait and hold them as pending."""
         slots, queries = list(batch.waiting), list(batch.waiting.values())
-        guide = self._guide(chunk)
         books = [self._books.pairs[slot] for slot in slots]
-        opens = self._books.span != guide.span.number
         with batch.staged() as pair:
+            guide = self._guide(chunk)  # its bases too are found beside the model
+            opens = self._books.span != guide.span.number
             if self.device.type == "cuda":
-                checks.keep_extremes(chunk, self.spec, slots, *pair)
+                moments = [moment for moment, _ in queries if moment is not None]
+                checks.keep_extremes(chunk, self.spec, slots, *pair, moments)
             found = encode_slots(self.fmt, self._generator, slots, *pair, guide, books, opens)
         for slot, seen, (spans, fitted) in zip(slots, queries, found, strict=True):
             chunk.writes[slot] = PendingWrite(None, spans, fitted, None, *seen)
