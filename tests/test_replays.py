@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from quantwm.cache import CachePolicy, KVCache, Workspace, reading, reference, replays
+from quantwm.cache.formats import correction
+from quantwm.cache.formats.correction import Correction
+from quantwm.cache.formats.quantwm_span import QuantWMSpan
 from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv
 
 
@@ -51,13 +54,32 @@ class Kernels:
     def copy_pair(self, *given: Any) -> None:
         self._launch(reference.copy_pair, *given)
 
+    def spread_rows(
+        self, mask: Tensor, rows: Tensor, scales: Tensor, tokens: int, into: tuple[Tensor, Tensor]
+    ) -> None:
+        self._launch(_spread, mask, rows, scales, tokens, into)
+
+    def for_one_reading(self, span: QuantWMSpan, wide: dict[str, Tensor]) -> Callable[..., None]:
+        decode = span.decoder(wide)
+        return lambda *given: self._launch(decode, *given)
+
+
+def _spread(
+    mask: Tensor, rows: Tensor, scales: Tensor, tokens: int, into: tuple[Tensor, Tensor]
+) -> None:
+    kept = (mask.unsqueeze(-1) >> torch.arange(8)).bitwise_and(1).flatten(1)[:, :tokens].bool()
+    for out, given in zip(into, (rows, scales), strict=True):
+        out.zero_()
+        out[kept] = given
+
 
 @pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     kernels = Kernels()
     monkeypatch.setattr(Noted, "replayed", 0)
     monkeypatch.setattr(replays, "kernels_in", lambda name, device: kernels)
     monkeypatch.setattr(reading, "ops_for", lambda device: kernels)
+    return kernels
 
 
 def _held() -> list[Tensor]:
@@ -134,6 +156,38 @@ def test_other_keys_and_another_scratch_are_read_anew() -> None:
     before, cache.workspace = cache.workspace, Workspace()
     assert torch.equal(cache.attend(0, q, k, v), out)
     assert Noted.replayed == 1 and before.nbytes
+
+
+def test_sparse_rows_are_spread_again(_kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def wanted(self: Correction, kept: int) -> bool:
+        sizes.append(self.row_scales.numel())
+        return True
+
+    monkeypatch.setattr(Correction, "sparse_is_smaller", wanted)
+    policy = CachePolicy(span_tokens=6, window_frames=4)
+    cache, plain = make_cache("quantwm", policy), make_cache("quantwm", policy)
+    held, others = _held(), _held()
+    for number in range(5):
+        expected = _chunk(plain, 3, others)
+        before = Noted.replayed
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(correction, "kernels_in", lambda name, device: _kernels)
+            on_gpu.setattr(
+                QuantWMSpan, "_for_one_reading", lambda *given: _kernels.for_one_reading(*given)
+            )
+            assert torch.equal(_chunk(cache, 3, held), expected)
+        if number > 1:  # the first chunk has no rows
+            assert Noted.replayed - before >= 2 * SPEC.layers - 1
+    room = cache.workspace.room_at[1]
+    assert (
+        room
+        and sizes
+        and cache.workspace.nbytes == sum(t.nbytes for t in cache.workspace.tensors())
+    )
+    cache.workspace.release()
+    assert cache.workspace.room_at == (0, 0) and not cache.workspace.nbytes
 
 
 def test_what_does_not_last_is_not_launched_again() -> None:

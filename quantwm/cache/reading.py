@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback, ops_for
-from quantwm.cache.formats.base import HeadRanges, Prepared
+from quantwm.cache.formats.base import HeadRanges, Prepared, Spreads
+from quantwm.cache.formats.correction import Room
 from quantwm.cache.replays import Replays, lies
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
@@ -30,6 +31,11 @@ def visible_tokens(segments: Sequence[Segment], first: int) -> int:
 
 
 @lru_cache(maxsize=16)
+def _spreads(kind: type) -> bool:
+    return issubclass(kind, Spreads)
+
+
+@lru_cache(maxsize=16)
 def _prepares(kind: type) -> bool:
     """Whether a format is `Prepared`: asking takes 10 us, for every span in every pass."""
     return issubclass(kind, Prepared)
@@ -42,13 +48,15 @@ def decode_visible(
     values: Tensor,
     first: int,
     first_head: int | None = None,
+    room: Room | None = None,
 ) -> int:
     """One slot's visible tokens into the front of keys and values, both [H, tokens, D].
 
-    first_head: of the heads that keys and values hold; None where they hold all of them. Returns
-    the number of decoders where all are lasting ones, 0 otherwise.
+    first_head: of the heads that keys and values hold; None where they hold all of them. room: for
+    rows that are spread first. Returns the number of launches, where all are of what lasts and of
+    the room, 0 otherwise.
     """
-    offset, prepared, lasting = 0, ([], []), True
+    offset, prepared, spread, lasting = 0, ([], []), 0, True
     for segment in segments:
         fmt, start, stop = segment.fmt, segment.hidden_tokens(first), segment.tokens
         if start < stop:
@@ -58,6 +66,11 @@ def decode_visible(
                 if decode is not None:
                     parts.append((decode, offset, start, stop))
                     continue
+                place = offset, start, stop
+                may = room is not None and _spreads(type(fmt))
+                if may and fmt.decode_spread(span, out, *place, room):
+                    spread += 2
+                    continue
                 lasting = False
                 if first_head is None:
                     fmt.decode_into(span, out, offset, start, stop)
@@ -66,7 +79,7 @@ def decode_visible(
             offset += stop - start
     for parts, out in zip(prepared, (keys, values), strict=True):
         ops_for(out.device).decode_spans(parts, out, first_head or 0)
-    return len(prepared[0]) + len(prepared[1]) if lasting else 0
+    return len(prepared[0]) + len(prepared[1]) + spread if lasting else 0
 
 
 @dataclass(frozen=True)
@@ -132,14 +145,16 @@ class Reading:
         keys, values = workspace.take(shape, dtype, k.device, self.reserve)
 
         def read() -> int:
-            first_head = None if heads is None else heads.start
-            history = (self.segments, self.slot, keys, values, self.first, first_head)
-            decoders = decode_visible(*history)
+            history = (self.segments, self.slot, keys, values, self.first)
+            if heads is None:
+                launches = decode_visible(*history, None, workspace.room_on(k.device))
+            else:
+                launches = decode_visible(*history, heads.start)
             ops_for(k.device).copy_pair(keys, values, self.past, k, v)
-            return decoders + 1 if decoders else 0
+            return launches + 1 if launches else 0
 
         if heads is None:
-            place = (self.first, self.shape, *lies(keys, values, k, v))
+            place = (self.first, self.shape, workspace.room_at, *lies(keys, values, k, v))
             self.replays.read(self.slot, place, k.device, read)
         else:
             read()

@@ -150,6 +150,18 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
+class Spreads(Protocol):
+    """A format whose spans may hold rows that a reading spreads first."""
+
+    def decode_spread(
+        self, span: Any, out: Tensor, offset: int, start: int, stop: int, room: Any
+    ) -> bool:
+        """`decode_into` by two launches of what lasts and of a room (`correction.Room`); False, and
+        nothing done, where a reading of this span is something else."""
+        ...
+
+
+@runtime_checkable
 class Fusible(Protocol):
     """A format whose spans the fused attention decodes inside its kernel."""
 

@@ -31,6 +31,7 @@ from quantwm.cache.formats.base import (
 from quantwm.cache.formats.correction import (
     ROW_LIMITS,
     Correction,
+    Room,
     dense_all,
     kept_rows,
     row_bytes,
@@ -240,6 +241,11 @@ class QuantWMFormat:
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode_into(out, offset, start, stop, first_head)
+
+    def decode_spread(
+        self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, room: Room
+    ) -> bool:
+        return span.decode_spread(out, offset, start, stop, room)
 
     def prepared(self, span: QuantWMSpan) -> Decode | None:
         rows = span.correction

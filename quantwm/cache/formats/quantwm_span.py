@@ -16,6 +16,7 @@ from quantwm.cache.codebook import Codebook
 from quantwm.cache.dispatch import Decode, ops_for
 from quantwm.cache.formats.correction import (
     Correction,
+    Room,
     cut_corrections,
     join_all_corrections,
 )
@@ -111,6 +112,19 @@ class QuantWMSpan:
             decode(out, offset, start, stop, first_head)
             return
         self.turns.redo(decode, out, offset, start, stop, first_head)
+
+    def decode_spread(self, out: Tensor, offset: int, start: int, stop: int, room: Room) -> bool:
+        """As `decode_into` with sparse rows spread in a room; False, and nothing done, where that
+        is not all that a reading of this span needs."""
+        rows = self.correction
+        if rows is None or self.turns is not None or self.codebook.scales is not None:
+            return False
+        plain = rows.spread(room) if rows.coefficients.dtype == torch.int8 else None
+        if plain is None:
+            return False
+        wide = {"coefficients": plain.coefficients, "coefficient_scales": plain.row_scales}
+        self._for_one_reading(wide)(out, offset, start, stop)
+        return True
 
     def parted(
         self, books: Sequence[Codebook], bases: Sequence[Tensor | None]
