@@ -101,6 +101,8 @@ def test_every_row_is_measured_on_truth_of_every_kind(tiny, tmp_path, capsys):
         (["--subset", "some"], "invalid choice"),
         (["--weights", "nowhere"], "weights of the embedded world not found"),
         (["--world", "mars"], "invalid choice"),
+        (["--out", __file__], "--out must be a folder to write into"),
+        (["--truth", str(ASSETS / "truth")], "of its 112 frames: part of a small subset?"),
     ],
 )
 def test_mistakes_get_one_line(arguments, message, capsys):

@@ -15,13 +15,14 @@ from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.data import FramePool, load_folder
 from training.evaluate import EvaluationConfig
+from training.frame_source import wait_for_files
 from training.frames import Recorder, episode_path, load_episode, shrink
 from training.losses import Stage, TransformerTraining
 from training.maps import MapConfig, build_map, pack_wad
 from training.muon import Muon, orthogonalise
 from training.plans import PLANS, apply_switches
 from training.report import one_run, several_runs, switches
-from training.run_all import parse, run_all, wait_for_files, without_folders
+from training.run_all import parse, run_all, without_folders
 from training.train_autoencoder import learning_rate
 from training.train_transformer import rate_factor
 from training.walker import Pose, Walker

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from quantwm.cli.common import pick_device
 from quantwm.evaluation.measures import contrast, gradient_energy
 from quantwm.metrics import psnr_per_frame, psnr_pooled
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
@@ -18,6 +19,7 @@ from quantwm.worlds.embedded.config import SamplerConfig
 from quantwm.worlds.embedded.transformer import Transformer
 from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.data import LatentPool, load_folder, reckoned_poses
+from training.inputs import in_one_line, need_between, open_folder
 from training.motion_check import keys_followed
 from training.pictures import save_grid
 from training.revisits import find_revisits
@@ -218,12 +220,17 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=Path("assets/embedded"))
     parser.add_argument("--episodes", type=Path, required=True, help="folder of unseen episodes")
     parser.add_argument("--out", type=Path, help="PNG grid of truth and rollout")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=2, help="denoising steps a chunk")
     parser.add_argument("--frames", type=int, default=64, help="free-running frames of a clip")
     parser.add_argument("--count", type=int, default=16, help="episodes that are measured")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = pick_device(args.device)
+    need_between("--steps", args.steps, 1, 64)
+    need_between("--count", args.count, 1)
+    need_between("--frames", args.frames, 4)
+    if args.out is not None:
+        open_folder(args.out.resolve().parent, "--out")
     manifest = read_manifest(args.weights)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, autoencoder = load_models(manifest, device, dtype)
@@ -236,4 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line(main))

@@ -20,7 +20,10 @@ import numpy as np
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
+from training.explorer import Explorer
+from training.inputs import in_one_line, need_between, open_folder
 from training.maps import GameMap, build_map, pack_wad
+from training.own_maps import OwnMaps, choose_names, is_whole_game
 from training.walker import Pose, Walker
 from training.walks import PieceWalker, is_of_pieces
 
@@ -32,8 +35,12 @@ TICS_PER_FRAME = 4  # of 35 a second: 8.75 frames a second
 SPAWN_TICS = 12  # input has no effect during the first 7 tics of an episode
 MAPS_PER_PROCESS = 32
 ATTEMPTS = 3
+WALKS = 4  # on somebody's map, of which some may end in a pit
 UNSEEN_SEED = 1_000_000
 """Seeds from here on make maps that no training run sees."""
+
+
+AnyWalker = Walker | PieceWalker | Explorer
 
 
 @dataclass(frozen=True)
@@ -65,13 +72,27 @@ def load_episode(path: Path) -> Episode:
 
 def open_engine(folder: Path, maps: Sequence[GameMap]) -> DoomGame:
     """Starts the engine on a PWAD with the maps. It litters `folder`, which should be temporary."""
-    import vizdoom
-
     wad = folder / "maps.wad"
     wad.write_bytes(pack_wad(list(maps)))
+    return start_engine(folder, wad, "freedoom2.wad")
+
+
+def open_own(folder: Path, own: OwnMaps) -> DoomGame:
+    """Starts the engine on somebody's WAD, with Freedoom's art where it brings none."""
+    if is_whole_game(own.wad):
+        return start_engine(folder, None, str(own.wad))
+    first = own.names[0].startswith("E") and own.names[0][2:3] == "M"  # E1M1, as the first game
+    return start_engine(folder, own.wad, "freedoom1.wad" if first else "freedoom2.wad")
+
+
+def start_engine(folder: Path, wad: Path | None, art: str) -> DoomGame:
+    """art: a whole game's WAD, a file of the engine's package or a path; wad: maps on top of it."""
+    import vizdoom
+
     game = vizdoom.DoomGame()
-    game.set_doom_game_path(str(Path(vizdoom.__file__).parent / "freedoom2.wad"))
-    game.set_doom_scenario_path(str(wad))
+    game.set_doom_game_path(str(Path(vizdoom.__file__).parent / art))
+    if wad is not None:
+        game.set_doom_scenario_path(str(wad))
     game.set_doom_config_path(str(folder / "_vizdoom.ini"))
     game.set_screen_resolution(vizdoom.ScreenResolution.RES_512X384)
     game.set_screen_format(vizdoom.ScreenFormat.RGB24)
@@ -128,9 +149,9 @@ def shrink(screen: np.ndarray) -> np.ndarray:
     return ((total + 8) // 16).astype(np.uint8)
 
 
-def play_episode(game: DoomGame, number: int, walker: Walker | PieceWalker, length: int) -> Episode:
-    """Walks map `number` (from 1) of the loaded PWAD for `length` frames."""
-    game.set_doom_map(f"map{number:02d}")
+def play_episode(game: DoomGame, name: str, walker: AnyWalker, length: int) -> Episode | None:
+    """Walks a map of the loaded WAD for `length` frames; None when the player leaves it or dies."""
+    game.set_doom_map(name)
     game.new_episode()
     game.make_action([0.0] * 5, SPAWN_TICS)
     frames = np.empty((length, HEIGHT, WIDTH, 3), np.uint8)
@@ -142,24 +163,35 @@ def play_episode(game: DoomGame, number: int, walker: Walker | PieceWalker, leng
             keys[t] = [name in held for name in KEYS]
             step(game, held)
             state = game.get_state()
+        if state is None:
+            return None
         frames[t] = shrink(state.screen_buffer)
     return Episode(frames, keys)
 
 
-def record(seeds: Sequence[int], length: int, folder: str, pieces: float = 0.0) -> None:
+def record(
+    seeds: Sequence[int], length: int, folder: str, pieces: float = 0.0, own: OwnMaps | None = None
+) -> None:
     """One worker's work: an episode file per seed, each whole as soon as it has its final name.
 
-    pieces: share of the episodes that are made of scripted walks (training/walks.py).
+    pieces: share of the episodes that are made of scripted walks (training/walks.py); own: maps
+    that are walked instead of generated ones.
     """
     target = Path(folder)
     with tempfile.TemporaryDirectory(prefix="quantwm-frames-") as scratch:
         os.chdir(scratch)
-        maps = [build_map(seed) for seed in seeds]
-        game = open_engine(Path(scratch), maps)
-        for number, seed in enumerate(seeds, start=1):
+        maps = [] if own else [build_map(seed) for seed in seeds]
+        game = open_own(Path(scratch), own) if own else open_engine(Path(scratch), maps)
+        for number, seed in enumerate(seeds):
             game.set_seed(seed)
-            walker = PieceWalker if is_of_pieces(seed, pieces) else Walker
-            episode = play_episode(game, number, walker(maps[number - 1], seed), length)
+            if own:
+                episode = explore(game, own, seed, length, is_of_pieces(seed, pieces))
+            else:
+                walker = PieceWalker if is_of_pieces(seed, pieces) else Walker
+                name = f"map{number + 1:02d}"
+                episode = play_episode(game, name, walker(maps[number], seed), length)
+            if episode is None:
+                continue
             partial = Path(scratch) / "episode.npz"
             np.savez(partial, frames=episode.frames, keys=episode.keys)
             hidden = target / f".{seed}.part"
@@ -169,6 +201,16 @@ def record(seeds: Sequence[int], length: int, folder: str, pieces: float = 0.0) 
         with contextlib.suppress(Exception):
             game.close()
         os.chdir(target)
+
+
+def explore(game: DoomGame, own: OwnMaps, seed: int, length: int, pieces: bool) -> Episode | None:
+    """An episode on somebody's map; another walk where one dies or leaves, None after some."""
+    for walk in range(WALKS):
+        walker = Explorer(seed + 10_000_000 * walk, pieces)
+        episode = play_episode(game, own.of_seed(seed), walker, length)
+        if episode is not None:
+            return episode
+    return None
 
 
 @dataclass
@@ -189,17 +231,19 @@ class Recorder:
 
     def __init__(
         self, seeds: Sequence[int], length: int, folder: Path, processes: int,
-        patience: float = 60, pieces: float = 0.0,
+        patience: float = 60, pieces: float = 0.0, own: OwnMaps | None = None,
     ) -> None:  # fmt: skip
         """patience: seconds for a process to start, and again for each of its episodes; pieces:
-        share of the episodes that are made of scripted walks."""
+        share of the episodes that are made of scripted walks; own: maps to walk in."""
         require_engine()
-        if length < 2 or processes < 1:
-            raise UserError(f"need length >= 2 and processes >= 1, got {length} and {processes}")
+        need_between("--length", length, 2)
+        need_between("--processes", processes, 1)
+        if len(seeds):
+            need_between("the first map", min(seeds), 0)
         self._folder = folder.resolve()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._length, self._processes, self._patience = length, processes, patience
-        self._pieces = pieces
+        self._pieces, self._own = pieces, own
         missing = self._missing(list(seeds))
         size = max(1, min(MAPS_PER_PROCESS, -(-len(missing) // processes)))
         self._queue = [(missing[i : i + size], 1) for i in range(0, len(missing), size)]
@@ -236,7 +280,7 @@ class Recorder:
         command = [
             sys.executable, "-m", "training.frames", "--length", str(self._length),
             "--out", str(self._folder), "--pieces", str(self._pieces),
-            "--seeds", *map(str, seeds),
+            *(self._own.arguments if self._own else ()), "--seeds", *map(str, seeds),
         ]  # fmt: skip
         process = subprocess.Popen(
             command, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -269,22 +313,33 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--pieces", type=float, default=0.0, help="share made of scripted walks")
+    parser.add_argument("--wad", type=Path, help="walk the maps of this WAD, not generated ones")
+    parser.add_argument("--maps", nargs="+", help="only these of its maps")
     args = parser.parse_args()
     require_engine()
-    args.out.mkdir(parents=True, exist_ok=True)
+    own = OwnMaps(args.wad.resolve(), choose_names(args.wad, args.maps)) if args.wad else None
+    open_folder(args.out, "--out")
+    need_between("--pieces", args.pieces, 0, 1)
     if args.seeds:
+        need_between("--seeds", min(args.seeds), 0)
         os.nice(10)  # the process that trains meanwhile, and its compiler, come first
-        record(args.seeds, args.length, str(args.out.resolve()), args.pieces)
+        record(args.seeds, args.length, str(args.out.resolve()), args.pieces, own)
         return
+    need_between("--count", args.count, 1)
     seeds = range(args.first, args.first + args.count)
     start = time.monotonic()
-    recorder = Recorder(seeds, args.length, args.out, args.processes, pieces=args.pieces)
+    recorder = Recorder(seeds, args.length, args.out, args.processes, pieces=args.pieces, own=own)
     recorder.wait()
     seconds = time.monotonic() - start
     done = len(seeds) - len(recorder.given_up)
+    if not done:
+        raise UserError(
+            f"no episode of {args.count} came about: the engine crashed, or the player died or "
+            f"left the map in every walk; see what it says with --seeds {args.first}"
+        )
     report = {"episodes": done, "frames": done * args.length, "seconds": round(seconds, 1)}
     print(json.dumps({**report, "given_up": recorder.given_up}))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line(main))

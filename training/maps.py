@@ -32,6 +32,7 @@ PILLARS = ("SP_HOT1", "SILVER1", "TANROCK8", "COMPBLUE", "A-CAMO1")
 # Sprites with a single frame: columns, candelabrum, trees, stalagmite, techno column, floor lamp.
 DECORATIONS = (30, 31, 32, 33, 35, 43, 47, 48, 54, 2028)
 PLAYER_START = 1
+MAX_MAPS = 99  # of a PWAD: names have two digits
 PLAYER_RADIUS = 16.0
 THING_RADIUS = 44.0
 """Map units from the centre of a pillar (48 wide) or a decoration at which a player is stopped."""
@@ -330,9 +331,9 @@ def is_open(game_map: GameMap, x: float, y: float) -> bool:
 
 
 def pack_wad(maps: list[GameMap]) -> bytes:
-    """A PWAD that holds the maps as MAP01, MAP02, ... (at most 99)."""
-    if not 1 <= len(maps) <= 99:
-        raise ValueError(f"a PWAD of this project holds 1 to 99 maps, got {len(maps)}")
+    """A PWAD that holds the maps as MAP01, MAP02, ... (at most MAX_MAPS)."""
+    if not 1 <= len(maps) <= MAX_MAPS:
+        raise ValueError(f"a PWAD of this project holds 1 to {MAX_MAPS} maps, got {len(maps)}")
     lumps: list[tuple[str, bytes]] = []
     for number, game_map in enumerate(maps, start=1):
         lumps += [

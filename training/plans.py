@@ -9,6 +9,7 @@ from pathlib import Path
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import PRESETS, AutoencoderConfig, EmbeddedConfig
 from training.evaluate import EvaluationConfig
+from training.inputs import need_between
 from training.losses import RolloutConfig, Stage, TransformerTraining
 from training.train_autoencoder import AutoencoderTraining
 
@@ -162,6 +163,7 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--context-noise", type=float, help="noise on the history, at most")
     group.add_argument("--short-chance", type=float, help="share of steps with a short window")
     group.add_argument("--frames", type=int, help="no stage with clips longer than this")
+    group.add_argument("--episodes", type=int, help="of training, 18.9 MB of memory each")
 
 
 def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
@@ -174,6 +176,14 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
         value, most = getattr(args, name), 10 if name in ("adversarial", "returned") else 1
         if value is not None and not 0 <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} must be 0 to {most}, got {value}")
+    for name in ("ae_lr", "muon_lr"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value <= 1:
+            raise UserError(
+                f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}"
+            )
+    episodes = plan.episodes if args.episodes is None else args.episodes
+    need_between("--episodes", episodes, plan.first_episodes, 100_000)
     training = plan.transformer
     for name in ("muon_lr", *of_training):
         if getattr(args, name) is not None:
@@ -211,6 +221,7 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     longest = max(stage.frames for stage in changed)
     return replace(
         plan, transformer=training, autoencoder=autoencoder, autoencoder_share=share,
+        episodes=episodes, enough_episodes=min(plan.enough_episodes, episodes),
         pieces=plan.pieces if args.pieces is None else args.pieces,
         world=replace(world, train_frames=max(longest, 2 * world.context_frames)),
     )  # fmt: skip

@@ -37,8 +37,10 @@ def _short(value: Any) -> str:
 class Budget:
     """A stage's time: how much of it is gone, and what is left."""
 
-    def __init__(self, minutes: float) -> None:
-        self._start, self.seconds = time.monotonic(), max(minutes, 0.0) * 60
+    def __init__(self, minutes: float, done: float = 0.0) -> None:
+        """minutes: from now on; done: share of the whole that an earlier run has behind it."""
+        self._start, self._done = time.monotonic(), done
+        self.seconds = max(minutes, 0.0) * 60
 
     @property
     def elapsed(self) -> float:
@@ -46,8 +48,13 @@ class Budget:
 
     @property
     def fraction(self) -> float:
-        """0 at the start, 1 when the time is over."""
-        return min(self.elapsed / self.seconds, 1.0) if self.seconds > 0 else 1.0
+        """0 at the start of the whole, 1 when the time is over."""
+        passed = min(self.elapsed / self.seconds, 1.0) if self.seconds > 0 else 1.0
+        return self._done + (1.0 - self._done) * passed
+
+    def seconds_to(self, fraction: float) -> float:
+        """From now until so much of the whole is done; negative when it is behind."""
+        return self.seconds * (fraction - self._done) / (1.0 - self._done) - self.elapsed
 
     @property
     def left(self) -> float:

@@ -7,13 +7,13 @@ changed and what it did. RUN is a folder with a manifest. Nothing is measured he
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.weights import Manifest, read_manifest
+from training.inputs import in_one_line
 
 WORDS = {
     "autoencoder_psnr": "autoencoder alone, dB",
@@ -105,23 +105,19 @@ def switches(command: str) -> str:
     return "`" + " ".join(kept) + "`" if kept else "none"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders with a manifest")
     args = parser.parse_args()
+    manifests = [read_manifest(folder) for folder in args.runs]
     try:
-        manifests = [read_manifest(folder) for folder in args.runs]
         lines = one_run(manifests[0]) if len(manifests) == 1 else several_runs(manifests)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyError as error:
-        print(f"error: the manifest of a run lacks {error}; was it trained by run_all?",
-              file=sys.stderr)  # fmt: skip
-        return 2
+        raise UserError(
+            f"the manifest of a run lacks {error}; was it trained by run_all?"
+        ) from error
     print("\n".join(lines))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_one_line(main))

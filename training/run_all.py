@@ -15,7 +15,6 @@ import platform
 import shlex
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +22,22 @@ from typing import Any
 
 import torch
 
+from quantwm.cli.common import pick_device
 from quantwm.errors import UserError
+from quantwm.memory import free_bytes
 from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
-from training.data import FramePool, LatentPool, load_folder
+from training.data import FramePool, LatentPool
 from training.evaluate import EvaluationConfig, evaluate, measure_returns, shipped_copy
-from training.frames import UNSEEN_SEED, Recorder, require_engine
+from training.frame_source import FrameSource, own_maps
+from training.frames import HEIGHT, WIDTH, require_engine
+from training.inputs import (
+    SEEDS,
+    check_frames_fit,
+    in_one_line,
+    need_between,
+    open_folder,
+)
 from training.pictures import save_grid
 from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
@@ -40,6 +49,10 @@ DATA = (
     "Procedural maps (training/maps.py) with Freedoom art (BSD-3-Clause), rendered by ViZDoom, "
     "512x384 reduced to 128x96, 4 tics a frame"
 )
+DATA_OF_OWN = "Maps of {}, rendered by ViZDoom, 512x384 reduced to 128x96, 4 tics a frame"
+FINISHED = 0.99
+"""Share of a schedule from which on a checkpoint is a finished run's: of those the optimisers alone
+are wanted, and the schedule starts again."""
 REFRESH_SECONDS = 45.0
 """Between two looks for new episodes while the transformer trains."""
 
@@ -49,11 +62,10 @@ class Run:
 
     def __init__(self, plan: RunPlan, args: argparse.Namespace) -> None:
         self.plan, self.args = plan, args
-        self.out: Path = args.out
-        self.out.mkdir(parents=True, exist_ok=True)
-        self.work: Path = args.work or Path(tempfile.mkdtemp(prefix="quantwm-training-"))
-        self.work.mkdir(parents=True, exist_ok=True)
-        self.device = torch.device(args.device)
+        self.out: Path = open_folder(args.out, "--out")
+        work: Path = args.work or Path(tempfile.mkdtemp(prefix="quantwm-training-"))
+        self.work = open_folder(work, "--work")
+        self.device = pick_device(args.device)
         self.log = Log(self.out / "training-log.jsonl")
         self.metrics: dict[str, Any] = {}
         self.minutes: dict[str, float] = {}
@@ -71,7 +83,7 @@ class Run:
         gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
         return {
             "command": "python -m training.run_all " + shlex.join(without_folders(sys.argv[1:])),
-            "data": DATA,
+            "data": DATA if self.args.wad is None else DATA_OF_OWN.format(self.args.wad.name),
             "episodes": self.metrics.get("frames", 0) // self.plan.length,
             "frames": self.metrics.get("frames", 0),
             "hardware": {"gpu": gpu, "cpu_cores": os.cpu_count()},
@@ -88,81 +100,8 @@ class Run:
 def without_folders(argv: list[str]) -> list[str]:
     """The arguments with words for the folders of this machine."""
     words = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT",
-             "--teacher": "TEACHER"}  # fmt: skip
+             "--teacher": "TEACHER", "--wad": "WAD"}  # fmt: skip
     return [words.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
-
-
-class FrameSource:
-    """The episodes that are being recorded, by this run or by another in the same folder.
-
-    Unseen and training maps are recorded side by side, and training goes on with more of them as
-    they come: waiting for all would leave the GPU idle for minutes.
-    """
-
-    def __init__(self, run: Run) -> None:
-        plan, args = run.plan, run.args
-        self._unseen = {
-            run.work / "unseen": plan.unseen_episodes, run.work / "returns": plan.return_episodes,
-        }  # fmt: skip
-        self._device, self._log = run.device, run.log
-        self._recorders: list[Recorder] = []
-        self._threads: list[threading.Thread] = []
-        self.pool = FramePool(run.work / "frames", plan.episodes, plan.length, run.device)
-        if not args.no_record:
-            first, some = 10_000 * args.seed, max(1, args.processes // 4)
-            unseen = UNSEEN_SEED
-            for pieces, (folder, count) in enumerate(self._unseen.items()):
-                seeds = range(unseen, unseen + count)
-                self._record(seeds, plan.unseen_length, folder, max(1, some // 2), float(pieces))
-                unseen += 1000
-            rest = max(1, args.processes - some)
-            seeds = range(first, first + plan.episodes)
-            self._record(seeds, plan.length, run.work / "frames", rest, plan.pieces)
-        self.pool.follow()
-
-    def _record(
-        self, seeds: range, length: int, folder: Path, processes: int, pieces: float
-    ) -> None:
-        recorder = Recorder(seeds, length, folder, processes, pieces=pieces)
-        thread = threading.Thread(target=recorder.wait, args=(1800,), name="recorder", daemon=True)
-        thread.start()
-        self._recorders.append(recorder)
-        self._threads.append(thread)
-
-    def unseen(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Frames and keys of the unseen maps, waited for: ordinary walks, and scripted ones."""
-        for thread in self._threads[: len(self._unseen)]:
-            thread.join(timeout=300)
-        if not self._threads:
-            for folder, count in self._unseen.items():
-                wait_for_files(folder, count, 300)
-        return [load_folder(folder, self._device) for folder in self._unseen]
-
-    def close(self) -> None:
-        """Stops what still records; a second call does nothing."""
-        for recorder in self._recorders:
-            recorder.close()
-        for thread in self._threads:
-            thread.join(timeout=30)
-        self.pool.stop()
-        if self._recorders:
-            lost = sum(len(recorder.given_up) for recorder in self._recorders)
-            self._log.event("recorded", episodes=self.pool.count, given_up=lost)
-        self._recorders, self._threads = [], []
-
-
-def wait_for_files(folder: Path, count: int, seconds: float, patience: float = 40) -> None:
-    """Until so many episodes are there, or some are and no more come for `patience` seconds: a few
-    may have been given up. UserError when there are none in time."""
-    end, found, last = time.monotonic() + seconds, 0, time.monotonic()
-    while (now := len(list(folder.glob("episode-*.npz")))) < count:
-        if now > found:
-            found, last = now, time.monotonic()
-        if found and time.monotonic() - last > patience:
-            return
-        if time.monotonic() > end:
-            raise UserError(f"{folder} has {now} of {count} episodes; leave out --no-record")
-        time.sleep(0.2)
 
 
 def make_autoencoder(run: Run, pool: FramePool) -> Autoencoder:
@@ -171,8 +110,6 @@ def make_autoencoder(run: Run, pool: FramePool) -> Autoencoder:
     minutes = run.args.minutes * plan.autoencoder_share
     if run.args.weights is not None:
         _, model = load_models(read_manifest(run.args.weights), run.device, torch.float32)
-        if model.config != plan.world.autoencoder:
-            raise UserError(f"the autoencoder of {run.args.weights} has other sizes than the plan")
     else:
         torch.manual_seed(run.args.seed)
         model = Autoencoder(plan.world.autoencoder)
@@ -253,6 +190,8 @@ def train(run: Run, state: TrainState, growing: GrowingLatents, after: Any) -> N
     compiled = run.device.type == "cuda" and not run.args.eager
     attention = run.args.attention or ("flex" if compiled else "sdpa")
     started = run.log.minutes
+    if state.progress > 0:
+        run.log.event("going on", step=state.step, done=round(state.progress, 3))
     for _ in range(3):
         minutes = max(end - run.log.minutes, 0.05)
         try:
@@ -262,6 +201,10 @@ def train(run: Run, state: TrainState, growing: GrowingLatents, after: Any) -> N
             )  # fmt: skip
             run.metrics["attention"] = used
             break
+        except KeyboardInterrupt:
+            state.save(run.checkpoint)
+            run.log.event("stopped", step=state.step, checkpoint=str(run.checkpoint))
+            raise
         except FloatingPointError as error:
             run.log.event("diverged", reason=str(error))
             if not run.checkpoint.exists():
@@ -283,9 +226,28 @@ def require_libraries() -> None:
         )
 
 
+def check_inputs(plan: RunPlan, args: argparse.Namespace) -> None:
+    """UserError for what would fail later, after minutes of recording and training."""
+    device = pick_device(args.device)
+    of_one = plan.length * HEIGHT * WIDTH * 3
+    check_frames_fit(plan.episodes, of_one, free_bytes(device))
+    own_maps(args)
+    if args.weights is not None:
+        theirs, mine = read_manifest(args.weights).config, plan.world
+        if theirs.autoencoder != mine.autoencoder:
+            raise UserError(f"the autoencoder of {args.weights} has other sizes than the plan")
+        if replace(theirs.transformer, pose=mine.transformer.pose) != mine.transformer:
+            raise UserError(f"the transformer of {args.weights} has other sizes than the plan")
+    if args.teacher is not None:
+        read_manifest(args.teacher)
+    if args.resume is not None and not args.resume.is_file():
+        raise UserError(f"checkpoint {args.resume} does not exist; leave out --resume")
+
+
 def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
     """The run; returns the facts that the manifest holds."""
     require_libraries()
+    check_inputs(plan, args)
     run = Run(plan, args)
     if run.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -293,7 +255,7 @@ def run_all(plan: RunPlan, args: argparse.Namespace) -> dict[str, Any]:
         # it plans anew for every length of history, which rollouts have one of for each chunk
         torch.backends.cuda.enable_cudnn_sdp(False)
     run.log.event("start", budget=args.minutes, device=str(run.device), seed=args.seed)
-    source = FrameSource(run)
+    source = FrameSource(plan, args, run.work, run.device, run.log)
     try:
         return train_all(run, source)
     finally:
@@ -325,6 +287,8 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
         state.teacher = load_teacher(args.teacher, autoencoder, run.device)
     if args.resume is not None:
         state.load(args.resume)
+        if state.progress >= FINISHED:
+            state.progress = 0.0
 
     def after(state: TrainState) -> None:
         growing.refresh(every=REFRESH_SECONDS)
@@ -361,6 +325,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--wad", type=Path, help="train on the maps of this WAD")
+    parser.add_argument("--maps", nargs="+", help="only these of its maps")
+    parser.add_argument("--unseen-maps", nargs="+", help="kept from training; every fifth if unset")
     parser.add_argument("--attention", choices=("flex", "sdpa"))
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--weights", type=Path, help="go on from exported weights (warm restart)")
@@ -379,21 +346,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.plan = args.plan or name
     if args.minutes is None:
         args.minutes = 2.0 if args.plan == "quick" else 16.0
-    if not 0.2 <= args.minutes <= 24 * 60:
-        raise UserError(f"--minutes must be between 0.2 and 1440, got {args.minutes}")
+    need_between("--minutes", args.minutes, 0.2, 24 * 60)
+    need_between("--processes", args.processes, 1)
+    need_between("--seed", args.seed, 0, SEEDS - 1)
+    if args.wad is None and (args.maps or args.unseen_maps):
+        raise UserError("--maps and --unseen-maps name maps of a WAD; give --wad FILE too")
     return args
 
 
-def main() -> int:
-    try:
-        args = parse()
-        facts = run_all(apply_switches(PLANS[args.plan], args), args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(facts))
-    return 0
+def main() -> None:
+    args = parse()
+    print(json.dumps(run_all(apply_switches(PLANS[args.plan], args), args)))
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(in_one_line(main))

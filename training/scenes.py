@@ -26,7 +26,8 @@ from quantwm.worlds.embedded.scenes import SceneClip, save_scene
 from quantwm.worlds.embedded.scripts import save_script
 from training.choreography import CONTEXT, PARTS, Part, perform, scout
 from training.frames import UNSEEN_SEED, open_engine, require_engine
-from training.maps import GameMap, build_map, is_open
+from training.inputs import in_one_line, need_between, open_folder
+from training.maps import MAX_MAPS, GameMap, build_map, is_open
 from training.moves import CHUNK, StuckError, stand
 from training.walker import FULL_TURN
 
@@ -229,11 +230,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=160, help="frames of a candidate's walk")
     args = parser.parse_args()
     require_engine()
-    if args.candidates:
+    if args.candidates is not None:
+        need_between("--candidates", args.candidates, 1, MAX_MAPS)
+        need_between("--length", args.length, CONTEXT + 16, 10_000)
+        if args.out.suffix.lower() != ".png":
+            raise UserError(f"--out must be a PNG for candidates, got {args.out}")
+        open_folder(args.out.resolve().parent, "--out")
         draw_candidates(args.out, args.candidates, args.length)
     else:
-        write_all(args.out)
+        write_all(open_folder(args.out, "--out"))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line(main))

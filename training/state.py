@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,14 @@ def load_teacher(folder: Path, autoencoder: Autoencoder, device: torch.device) -
 
 @dataclass
 class TrainState:
-    """Everything that a checkpoint holds."""
+    """Everything that a checkpoint holds; progress: share of the schedule's time that is over."""
 
     model: Transformer
     average: Transformer
     muon: Muon
     adam: torch.optim.AdamW
     step: int = 0
+    progress: float = 0.0
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     critic: Critic | None = None
@@ -79,17 +81,22 @@ class TrainState:
             {
                 "model": self.model.state_dict(), "average": self.average.state_dict(),
                 "muon": self.muon.state_dict(), "adam": self.adam.state_dict(),
-                "step": self.step, "runs": self.runs,
+                "step": self.step, "progress": self.progress, "runs": self.runs,
             },
             partial,
         )  # fmt: skip
         partial.replace(path)
 
     def load(self, path: Path) -> None:
-        """UserError when the file is missing or of another model."""
+        """UserError when the file is missing, damaged or of another model."""
         if not path.is_file():
             raise UserError(f"checkpoint {path} does not exist; leave out --resume to start afresh")
-        data = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            data = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(
+                f"checkpoint {path} is damaged; leave out --resume to start afresh"
+            ) from error
         try:
             self.model.load_state_dict(data["model"])
             self.average.load_state_dict(data["average"])
@@ -99,6 +106,7 @@ class TrainState:
             line = str(error).splitlines()[0]
             raise UserError(f"checkpoint {path} is of another model: {line}") from error
         self.step, self.runs = data["step"], data["runs"]
+        self.progress = data.get("progress", 0.0)
 
     def start_from(self, model: Transformer) -> None:
         """Takes over exported weights, the average of an earlier run; optimisers start anew.

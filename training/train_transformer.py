@@ -47,7 +47,8 @@ from training.teacher_forcing import (
 def rate_factor(step: int, fraction: float, training: TransformerTraining) -> float:
     """Warm-up in steps, flat, then cosine to the floor over the run's time.
 
-    Every run starts at the top again, so a resumed run is a warm restart.
+    A warm restart (--weights) starts at the top again; a run that is gone on with (--resume) warms
+    its new critic up and goes on at the rate of the time that it has behind it.
     """
     warm = min((step + 1) / training.warmup_steps, 1.0)
     late = max(0.0, fraction - training.flat_share) / max(1 - training.flat_share, 1e-6)
@@ -255,6 +256,7 @@ def train_stage(
         state.adam.step()
         state.clear_gradients()
         state.step += 1
+        state.progress = run.fraction
         state.update_average(training.ema)
         if state.step % training.log_every == 0 or state.step == first + 1:
             value = float(loss.detach())
@@ -328,22 +330,25 @@ def train_transformer(
     after_step: Callable[[TrainState], None],
     before_stage: Callable[[], None],
 ) -> str:
-    """Runs the stages; returns the attention that was used. `pool` may grow before each.
+    """Runs the stages, from where `state` stands on; returns the attention that was used. `pool`
+    may grow before each.
 
     When the critic, rollouts, gaps or the compiled attention fail on this machine, says so and
     goes on without.
     """
-    run = Budget(minutes)
+    run = Budget(minutes, state.progress)
     state.runs.append({"minutes": minutes, "first_step": state.step, "seed": seed})
     set_compiled(state.model, compiled)
     total = sum(stage.share for stage in training.stages)
     done = 0.0
     for stage in training.stages:
         done += stage.share / total
+        if state.progress >= done:  # a run that is gone on with had this stage behind it
+            continue
         before_stage()
         while True:
             torch.compiler.reset()  # shapes are static: each stage compiles for its own lengths
-            seconds = run.seconds * done - run.elapsed
+            seconds = run.seconds_to(done)
             try:
                 train_stage(
                     state, stage, pool, training, run, seconds, attention, seed, log, after_step

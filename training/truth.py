@@ -17,6 +17,7 @@ from quantwm.errors import UserError
 from quantwm.evaluation.episodes import save_episode
 from training.choreography import PARTS, perform
 from training.frames import UNSEEN_SEED, open_engine, require_engine
+from training.inputs import in_one_line, need_between, open_folder
 from training.maps import build_map
 from training.moves import StuckError
 
@@ -104,12 +105,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="these maps, in this process")
     args = parser.parse_args()
     require_engine()
-    args.out.mkdir(parents=True, exist_ok=True)
+    open_folder(args.out, "--out")
+    need_between("--first", args.first, 0)
     if args.seeds:
+        need_between("--seeds", min(args.seeds), 0)
         record(args.seeds, args.out, args.first)
         return
-    if args.maps < 1 or args.processes < 1:
-        raise SystemExit("--maps and --processes are 1 or more")
+    need_between("--maps", args.maps, 1)
+    need_between("--processes", args.processes, 1)
     began = time.monotonic()
     record_all(range(args.first, args.first + args.maps), args.out, args.processes)
     episodes = {kind: len(list(args.out.glob(f"*/{kind}/episode.json"))) for kind in PARTS}
@@ -118,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(in_one_line(main))

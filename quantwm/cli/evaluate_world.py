@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--subset full needs --truth DIR; make it with python -m training.truth --out DIR"
         )
     began = time.monotonic()
+    _open_folder(arguments.out)
     device = pick_device(arguments.device)
     world = _load(arguments.weights, device)
     episodes = _episodes(arguments, world)
@@ -93,6 +94,18 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments.out, "acceptance", document, lines, strips)
     emit(document)
     return 1 if arguments.strict and missed else 0
+
+
+def _open_folder(folder: Path | None) -> None:
+    """Before a minute is spent on what could not be written then."""
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--out must be a folder to write into: {folder}: {error.strerror}"
+        ) from error
 
 
 def _load(weights: Path | None, device: torch.device) -> EmbeddedWorld:
@@ -196,7 +209,6 @@ def _write(
 
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(document, indent=1) + "\n"
     (folder / f"{name}.json").write_text(text, encoding="utf-8")
     (folder / f"{name}.md").write_text(as_markdown(document, lines), encoding="utf-8")

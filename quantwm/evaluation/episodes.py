@@ -113,7 +113,7 @@ def load_episode(folder: Path) -> Episode:
             origin=dict(data["origin"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}); make the truth again") from error
+        raise UserError(f"the truth in {folder} is damaged ({error!r}); make it again") from error
     _check(path, episode)
     return episode
 
@@ -149,6 +149,7 @@ def _check(path: Path, episode: Episode) -> None:
         and bool((np.diff(episode.index) > 0).all())
         and episode.index[0] >= 0
         and episode.index[-1] < length
+        and type(episode.origin.get("map_seed")) is int
     )
     if not fits:
         raise UserError(f"{path} is no truth episode: its parts do not fit; make the truth again")

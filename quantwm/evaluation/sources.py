@@ -13,6 +13,8 @@ from quantwm.evaluation.episodes import Episode, load_folder
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.scenes import SceneClip, list_scenes, load_scene
 
+SHORTEST = {"turn": 48, "back": 8, "long": 8, "keys": 4, "still": 4, "walk": 4}
+"""Frames after the context that a kind is measured on (quantwm/evaluation/acceptance.py)."""
 SMALL_SCENES = 3
 """Start scenes whose chunks are predicted in the small subset; all twelve would take a minute."""
 
@@ -27,7 +29,24 @@ def full_episodes(folder: Path, size: tuple[int, int]) -> list[Episode]:
                 f"the truth in {folder} has frames of {width} x {height}, these weights make "
                 f"{size[0]} x {size[1]}; make truth of that size"
             )
+        _need_whole(folder, episode)
     return episodes
+
+
+def _need_whole(folder: Path, episode: Episode) -> None:
+    """UserError for an episode that lacks frames or is too short for what its kind measures."""
+    said = f"the {episode.kind} episode of map {episode.origin['map_seed']} in {folder}"
+    if len(episode.index) < episode.length:
+        raise UserError(
+            f"{said} holds {len(episode.index)} of its {episode.length} frames: part of a small "
+            "subset? Leave out --truth, or make whole truth with python -m training.truth --out DIR"
+        )
+    least = SHORTEST[episode.kind]
+    if episode.length - episode.context < least:
+        raise UserError(
+            f"{said} has {episode.length - episode.context} frames after its context, {least} or "
+            "more are measured; make the truth again"
+        )
 
 
 def small_episodes(assets: Path, size: tuple[int, int], chunk: int) -> list[Episode]:

@@ -1,0 +1,61 @@
+"""What a command here checks before it spends time, and how it says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from quantwm.errors import UserError
+
+SEEDS = 100
+"""Maps of a run begin at 10,000 times its seed, unseen ones at 1,000,000: more would train on what
+is measured."""
+KEPT_FREE = 0.9
+"""Share of the free memory that frames may take: latents, models and clips come after them."""
+
+
+def in_one_line(command: Callable[[], None]) -> int:
+    """Runs a command's work; a person's mistake ends it with one line and exit status 2."""
+    try:
+        command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+def open_folder(path: Path, option: str) -> Path:
+    """Makes a folder that is to be written into. UserError when that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} must be a folder to write into: {path}: {error.strerror}") from (
+            error
+        )
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{option} must be a folder to write into: {path} is read-only")
+    return path
+
+
+def need_between(option: str, value: float, low: float, high: float | None = None) -> None:
+    """UserError for a number outside low ... high; high None: no bound."""
+    if value >= low and (high is None or value <= high):
+        return
+    wanted = f"at least {low}" if high is None else f"{low} to {high}"
+    raise UserError(f"{option} must be {wanted}, got {value}")
+
+
+def check_frames_fit(episodes: int, bytes_of_one: int, free: int | None) -> None:
+    """UserError when a pool of frames is larger than what it may take of `free` bytes; None: not
+    known, then it is tried."""
+    of_one = bytes_of_one
+    if free is not None and episodes * of_one > KEPT_FREE * free:
+        raise UserError(
+            f"the frames of {episodes} episodes take {episodes * of_one / 1e9:.1f} GB and "
+            f"{free / 1e9:.1f} are free; --episodes {int(KEPT_FREE * free / of_one)} would fit"
+        )
