@@ -32,12 +32,14 @@ def decode_ternary_kernel(
     n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads of out)."""
     out_head = tl.program_id(1).to(tl.int64)
     ternary_block(
         out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
         codes_ptr, ids_ptr, centroids_ptr, scales_ptr, n_tokens, K, D, GROUP, BLOCK_N, STEP,
+        PACKED,
     )  # fmt: skip
 
 
@@ -58,7 +60,7 @@ def decode_affine_kernel(
     first_corrected,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - zero) * scale (+ coefficients @ basis^T * row scale), rounded once.
 
@@ -69,7 +71,7 @@ def decode_affine_kernel(
         out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
         codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
         coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
-        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
+        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE, AHEAD,
     )  # fmt: skip
 
 
@@ -267,7 +269,8 @@ def prepare_qvg(
     )  # fmt: skip
     constants = {
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "STEP": row.block_k,
-        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "PACKED": tuning.dot_mode(codes)[0] == torch.bfloat16, "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
@@ -299,7 +302,7 @@ def prepare_quantwm(
         checks.packed("coefficients", coefficients, torch.int8, (heads, corrected, rank))
         checks.packed("coefficient_scales", coefficient_scales, torch.float16, (heads, corrected))
         checks.packed("basis", basis, torch.bfloat16, (heads, dim, rank))
-    row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE[dim]
+    row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE_AFFINE[dim]
     fixed = (
         codes.view(torch.int32), ids, centroids, scales, secondary, chunk_stops, zeros,
         *(correction if rank else (None, None, None)),
@@ -308,8 +311,9 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "STEP": row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "STEP": max(row.block_k, group_size) if rank else row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1],
+        "AHEAD": row.num_stages > 1, "num_warps": row.num_warps, "num_stages": 1,
+        "enable_fp_fusion": False,
     }  # fmt: skip
     if row.registers:
         constants["maxnreg"] = row.registers

@@ -34,6 +34,7 @@ def ternary_spans_kernel(
     out_ptr, out_stride_h, out_stride_n, table_ptr,
     n_heads, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """A row: offset, start and stop, then as in decode_ternary_kernel. Grid (token blocks of the
     longest span, spans times heads of out)."""
@@ -48,7 +49,7 @@ def ternary_spans_kernel(
             tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
             tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
             tl.load(row + 6).to(tl.pointer_type(tl.uint8)),
-            tl.load(row + 7), tl.load(row + 8), D, GROUP, BLOCK_N, STEP,
+            tl.load(row + 7), tl.load(row + 8), D, GROUP, BLOCK_N, STEP, PACKED,
         )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def affine_spans_kernel(
     out_ptr, out_stride_h, out_stride_n, table_ptr,
     n_heads, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """A row: offset, start and stop, then as in decode_affine_kernel."""
     row = table_ptr + tl.program_id(1) // n_heads * 17
@@ -78,7 +79,7 @@ def affine_spans_kernel(
             tl.load(row + 11).to(tl.pointer_type(tl.float16)),
             tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)),
             tl.load(row + 13), tl.load(row + 14), tl.load(row + 15), tl.load(row + 16),
-            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
+            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE, AHEAD,
         )  # fmt: skip
 
 
