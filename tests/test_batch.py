@@ -11,9 +11,11 @@ import torch
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, batch, checks, kv_cache, make_format
 from quantwm.cache.batch import BATCH_BYTES, batch_bytes, slots_together
 from quantwm.cache.chunk import LayerWrite
+from quantwm.cache.codebook import Codebook
 from quantwm.cache.formats.rows import part_rows
 from quantwm.cache.plan import Workload, plan
 from quantwm.cache.remedy import CacheMemoryError
+from quantwm.cache.segments import ChunkGuide, SpanPlan
 from quantwm.cache.statistics import moment
 from quantwm.errors import UserError
 from tests.cache_helpers import LASTING, SETTINGS, SPEC, live_bytes, make_cache, qkv, same_bytes
@@ -258,3 +260,17 @@ def test_parts_begin_where_kernels_read() -> None:
     assert all(p.data_ptr() % 16 == 0 and p.untyped_storage().nbytes() == 12 for p in own)
     assert torch.equal(torch.cat(own), whole[:, :6])
     assert part_rows(whole[:, :6].contiguous(), 2, anywhere=True)[1].storage_offset() == 12
+
+
+def test_neighbours_are_views_and_others_are_copies() -> None:
+    whole = torch.arange(5 * 2 * 4 * 8.0).view(5, 2, 4, 8)
+    guide = ChunkGuide(SpanPlan(0, 0, basis=whole), whole[..., 0].contiguous())
+    for slots, shares in (((1, 2, 3), True), ((1, 3), False), ((3, 2), False)):
+        basis = guide.of_slots(slots).basis
+        assert torch.equal(basis, torch.cat([whole[slot] for slot in slots]))
+        assert (basis.data_ptr() == whole[slots[0]].data_ptr()) is shares
+    books = Codebook(whole.flatten(0, 1).to(torch.bfloat16)).parted(5)
+    for some, shares in ((books[1:4], True), (books[1::2], False), (books[2:0:-1], False)):
+        joined = Codebook.behind_each_other(some).centroids
+        assert torch.equal(joined, torch.cat([book.centroids for book in some]))
+        assert (joined.data_ptr() == some[0].centroids.data_ptr()) is shares

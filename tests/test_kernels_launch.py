@@ -45,7 +45,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setattr(launching, "JITFunction", FakeKernel)
     monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launching, "_COMPILED", {})
-    launching._specialised.cache_clear()
+    monkeypatch.setattr(launching, "_LOOKED_AT", {})
     return FakeKernel()
 
 
