@@ -140,19 +140,6 @@ def test_pause_step_reset(open_page, server) -> None:
     assert server.sessions.census()["holding"] == 1
 
 
-def test_one_chunk_a_press(open_page, server) -> None:
-    page = open_page(reduced_motion="reduce")
-    assert page.is_checked('[data-in="stepmode"]'), "reduced motion starts in step mode"
-    drive(page)
-    time.sleep(0.4)
-    assert engine_of(server).actions == []
-    for key in ("KeyW", "ArrowLeft"):
-        made = len(engine_of(server).actions)
-        page.keyboard.press(key, delay=20)
-        until(lambda made=made: len(engine_of(server).actions) == made + 1, "one chunk")
-    assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
-
-
 def test_on_screen_keys_by_touch(open_page, server) -> None:
     page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     drive(page)

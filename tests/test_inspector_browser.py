@@ -65,7 +65,8 @@ def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
     frame.focus(".panes")
     page.keyboard.press("Home")
     yield page, frame
-    page.click('[data-do="inspect"]')
+    if page.is_visible(".qwm-inspector"):
+        page.click('[data-do="inspect"]')
 
 
 def numbers(frame) -> list[int]:
@@ -184,6 +185,27 @@ def test_the_border_is_dragged_and_keys_move_what_is_zoomed(live) -> None:
     assert frame.inner_text('[data-out="at"]').startswith("127,")
     assert (pictures(frame)[0] != corner).any(), "the zoomed picture follows the pixel"
     assert "BF16" in frame.inner_text('[data-out="status"]')
+
+
+def test_ends_and_lines_by_keyboard_and_escape_goes_back(live) -> None:
+    page, frame = live
+    wait_frame(frame, 0)
+    page.keyboard.press("End")
+    last = int(frame.get_attribute('[data-in="frame"]', "max"))
+    wait_frame(frame, last)
+    page.keyboard.press("Home")
+    wait_frame(frame, 0)
+    frame.check('input[value="slice"]', force=True)
+    frame.focus(".panes")
+    page.keyboard.press("Enter")
+    page.keyboard.press("Shift+ArrowRight")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    label = "along (64,48) to (74,49)"
+    until(lambda: label in frame.get_attribute(".slices canvas", "aria-label"), "a slice by keys")
+    page.keyboard.press("Escape")
+    until(lambda: page.is_hidden(".qwm-inspector"), "the inspector closed")
+    assert page.evaluate("document.activeElement.dataset.do") == "inspect"
 
 
 def test_every_control_has_a_name_and_the_page_fits_a_phone(

@@ -264,7 +264,8 @@ def _reference_first(lanes: tuple[str, ...]) -> tuple[str, ...]:
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
     out: list[str] = []
     for number, name in enumerate(names, 1):
-        short = Path(name).name[:40] or f"video {number}"
+        whole = Path(name).name
+        short = (whole if len(whole) <= 40 else whole[:39] + "\u2026") or f"video {number}"
         out.append(short if short not in out else f"{short} ({number})")
     return tuple(out)
 

@@ -8,6 +8,7 @@ class Keys {
     this.onEscape = onEscape;
     this.bindings = {};
     this.down = new Map();
+    this.tapped = new Set(); // went down since the last snapshot, perhaps up again
     stage.addEventListener("keydown", (event) => this.keydown(event));
     stage.addEventListener("keyup", (event) => this.keyup(event));
     stage.addEventListener("blur", () => this.releaseAll());
@@ -17,6 +18,13 @@ class Keys {
 
   held() {
     return [...new Set(this.down.values())].sort();
+  }
+
+  // What a snapshot says: a tap that was over before one could be sent is in it once.
+  taken() {
+    const keys = [...new Set([...this.down.values(), ...this.tapped])].sort();
+    this.tapped.clear();
+    return keys;
   }
 
   bind(bindings, legend) {
@@ -76,6 +84,7 @@ class Keys {
 
   press(source, key, single = false) {
     this.down.set(source, key);
+    this.tapped.add(key);
     this.light();
     this.onPress(single);
   }
@@ -87,6 +96,7 @@ class Keys {
   }
 
   releaseAll() {
+    this.tapped.clear();
     if (this.down.size === 0) return;
     this.down.clear();
     this.light();

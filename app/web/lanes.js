@@ -1,6 +1,6 @@
 // One panel per cache: its picture and its figures.
 const LANE_LOOK = { bf16: "solid", qvg: "stripes", quantwm: "dots", qtc: "grid", kivi: "bars", rtn: "rows",
-  "qvg-pro": "slants" };
+  "qvg-pro": "slants", "bf16-floor": "hollow" };
 
 class Lanes {
   constructor(holder) {

@@ -170,7 +170,7 @@ class Choices {
 
   ownTile() {
     const tile = make("button", { type: "button", class: "qwm-scene qwm-own", "data-scene": "",
-      role: "radio" }, [make("span", { class: "qwm-plus", textContent: "+" }),
+      role: "radio" }, [make("span", { class: "qwm-plus", textContent: "+", "aria-hidden": "true" }),
       make("span", { textContent: "Own picture" })]);
     tile.addEventListener("click", () => input("file").click());
     return tile;

@@ -21,10 +21,12 @@ async function sendSoon() {
 
 async function send() {
   state.seq += 1;
+  const held = keys.taken();
+  if (held.length > keys.held().length) again = true; // that a tap is over is news too
   state.lastSent = performance.now();
   try {
     const reply = await server.control({
-      sess: state.session, seq: state.seq, keys: keys.held(), run: state.run, steps: state.steps,
+      sess: state.session, seq: state.seq, keys: held, run: state.run, steps: state.steps,
       resets: state.resets, flushes: state.flushes, prompts: state.prompts, stop: state.stop, ack: state.ack,
       t: Math.round(performance.now()), settings: state.applied,
     });

@@ -36,4 +36,11 @@ export function options(select, choices) {
 export const colour = (name) => getComputedStyle(document.body).getPropertyValue(name).trim();
 export const LANE_TITLES = { bf16: "BF16", qvg: "QVG", "qvg-pro": "QVG-Pro", quantwm: "QuantWM", qtc: "QTC",
   kivi: "KIVI", rtn: "RTN", "bf16-floor": "Noise floor" };
+// A cache keeps the colour that it has on the driving page; other lanes take theirs by number.
+export function paintLanes(lanes) {
+  lanes.forEach((lane, n) => {
+    if (LANE_TITLES[lane]) document.body.style.setProperty("--lane-" + n, "var(--of-" + lane + ")");
+    else document.body.style.removeProperty("--lane-" + n);
+  });
+}
 export const title = (lane) => LANE_TITLES[lane] || lane;

@@ -1,5 +1,5 @@
 // What a person does in the inspector: sources, views, playing, keys.
-import { $, input, make, options, out, segments, title } from "./dom.js";
+import { $, input, make, options, out, paintLanes, segments, title } from "./dom.js";
 import { Clip, Server } from "./data.js";
 import { Panes } from "./panes.js";
 import { listen } from "./keys.js";
@@ -18,7 +18,7 @@ const HELP = {
   difference: () => input("colours").value === "signed"
     ? "Grey: equal. Red: brighter than the reference, blue: darker, full colour at " + (255 / gain()).toFixed(0) + " levels."
     : "Middle grey: equal. Every channel shows its own difference, " + gain() + " times.",
-  change: () => "Black: " + (input("change").value === "own" ? "no change since the frame before"
+  change: () => state.frame === 0 ? "The first frame: nothing came before it." : "Black: " + (input("change").value === "own" ? "no change since the frame before"
     : "no change that the reference does not have") + "; orange, then white at " + (255 / gain()).toFixed(0) + " levels.",
 };
 const WITH = { wipe: ["pair", "wipe"], blink: ["pair", "blink"], difference: ["gain", "colours"], change: ["gain", "change"], side: [] };
@@ -68,6 +68,7 @@ async function open(work, what = "Opening the frames") {
     $("main").hidden = false;
     out("empty").hidden = true;
     const info = reply.info;
+    paintLanes(info.lanes);
     out("title").textContent = out("title").title = info.title + ": " + info.frames + " frames, " + info.size.join(" \u00d7 ") + ", " + info.fps + "/s";
     out("notes").textContent = [...modeNote(info), ...floorNote(info), ...info.notes].join(" ");
     input("frame").max = info.frames - 1;

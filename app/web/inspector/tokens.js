@@ -20,7 +20,7 @@ export class Tokens {
     out("tokens").replaceChildren();
   }
 
-  async ask(x, y, frame) {
+  async ask(x, y, frame, again = false) {
     out("tokens-text").textContent = "Asking the caches\u2026";
     try {
       const reply = await this.server.post("tokens", { x, y, frame: this.clip.info.first + frame });
@@ -32,9 +32,9 @@ export class Tokens {
       this.draw();
     } catch (error) {
       const text = error.message;
-      if (text.startsWith("queries are kept") && frame >= (this.clip.info.borders.at(-1) ?? 0)) {
+      if (!again && text.startsWith("queries are kept") && frame >= (this.clip.info.borders.at(-1) ?? 0)) {
         await this.renew(); // a chunk was on its way when the clip was taken
-        return void (out("tokens-text").textContent = "The run had gone on by a chunk, which is here now: click the patch again.");
+        return this.ask(x, y, this.clip.frames - 1, true);
       }
       out("tokens-text").textContent = text;
       out("tokens").replaceChildren();

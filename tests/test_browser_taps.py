@@ -1,0 +1,40 @@
+"""Single presses in headless Chromium: one chunk each, none lost."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from browser_page import browser, drive, engine_of, open_page, server, until  # three are fixtures
+
+pytestmark = pytest.mark.browser
+__all__ = ["browser", "open_page", "server"]
+
+
+def test_one_chunk_a_press(open_page, server) -> None:
+    page = open_page(reduced_motion="reduce")
+    assert page.is_checked('[data-in="stepmode"]'), "reduced motion starts in step mode"
+    drive(page)
+    time.sleep(0.4)
+    assert engine_of(server).actions == []
+    for key in ("KeyW", "ArrowLeft"):
+        made = len(engine_of(server).actions)
+        page.keyboard.press(key, delay=20)
+        until(lambda made=made: len(engine_of(server).actions) == made + 1, "one chunk")
+    assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
+
+
+def test_taps_are_not_lost_on_a_slow_line(open_page, server) -> None:
+    page = open_page(reduced_motion="reduce")
+    drive(page)
+    page.evaluate(
+        """const real = window.fetch;
+        window.fetch = async (...all) => {
+          await new Promise((done) => setTimeout(done, 250));
+          return real(...all);
+        }"""
+    )
+    for key in ("KeyW", "ArrowLeft"):  # the second tap is over before its snapshot can leave
+        page.keyboard.press(key, delay=20)
+    until(lambda: len(engine_of(server).actions) == 2, "two chunks")
+    assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
