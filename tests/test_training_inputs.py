@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from quantwm.errors import UserError
 from quantwm.worlds.embedded.adapter import ASSETS
 from quantwm.worlds.embedded.config import PRESETS
 from training.data import LatentPool
-from training.inputs import check_frames_fit, in_one_line, need_between, open_folder
+from training.inputs import check_episodes, check_frames_fit, in_one_line, need_between, open_folder
 from training.losses import Stage
 from training.plans import PLANS, apply_switches
 from training.progress import Budget, Log
@@ -74,6 +75,26 @@ def test_run_all_refuses_before_it_records(switches, message, tmp_path):
         args = parse(["--quick", "--out", str(tmp_path / "out"), *switches])
         check_inputs(apply_switches(PLANS["quick"], args), args)
     assert not (tmp_path / "out").exists()
+
+
+def test_episodes_of_another_run_s_size_are_named_at_once(tmp_path):
+    def episode(name, frames):
+        (tmp_path / "frames").mkdir(exist_ok=True)
+        held = np.zeros((frames, 6), np.uint8)
+        pixels = np.zeros((frames, 96, 128, 3), np.uint8)
+        np.savez(tmp_path / "frames" / f"episode-{name}.npz", frames=pixels, keys=held)
+
+    wanted = (64, 96, 128, 3)
+    check_episodes(tmp_path / "frames", wanted, all_must_fit=True)
+    episode("0010000", 8)
+    (tmp_path / "frames" / "episode-0010001.npz").write_bytes(b"cut off")
+    args = parse(["--quick", "--out", str(tmp_path / "out"), "--work", str(tmp_path)])
+    with pytest.raises(UserError, match=r"0000\.npz has frames of \[8, 96, 128, 3\].* 1 more like"):
+        check_inputs(PLANS["quick"], args)
+    episode("0010000", 64)
+    check_inputs(PLANS["quick"], args)
+    with pytest.raises(UserError, match=r"0001\.npz cannot be read"):
+        check_episodes(tmp_path / "frames", wanted, all_must_fit=True)
 
 
 def test_a_checkpoint_that_is_not_there_is_said_at_once(tmp_path):

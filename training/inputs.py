@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+import numpy as np
 
 from quantwm.errors import UserError
 
@@ -58,4 +61,31 @@ def check_frames_fit(episodes: int, bytes_of_one: int, free: int | None) -> None
         raise UserError(
             f"the frames of {episodes} episodes take {episodes * of_one / 1e9:.1f} GB and "
             f"{free / 1e9:.1f} are free; --episodes {int(KEPT_FREE * free / of_one)} would fit"
+        )
+
+
+def stored_shape(path: Path) -> tuple[int, ...]:
+    """Shape of the frames of an episode's file, of which only the head is read; () when damaged."""
+    try:
+        with zipfile.ZipFile(path) as parts, parts.open("frames.npy") as head:
+            version = np.lib.format.read_magic(head)
+            read = {(1, 0): np.lib.format.read_array_header_1_0}.get(
+                version, np.lib.format.read_array_header_2_0
+            )
+            return read(head)[0]
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return ()
+
+
+def check_episodes(folder: Path, shape: tuple[int, ...], all_must_fit: bool) -> None:
+    """UserError when episodes that lie in a folder already are not of this shape: any of them, or
+    every one of them (a few damaged ones among hundreds are left out later)."""
+    paths = sorted(folder.glob("episode-*.npz"))
+    bad = [path for path in paths if stored_shape(path) != shape]
+    if bad and (all_must_fit or len(bad) == len(paths)):
+        found = stored_shape(bad[0])
+        said = f"has frames of {list(found)}" if found else "cannot be read"
+        raise UserError(
+            f"{bad[0]} {said}, this run needs {list(shape)}; give another --work, or remove it and "
+            f"{len(bad) - 1} more like it"
         )

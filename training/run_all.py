@@ -33,6 +33,7 @@ from training.frame_source import FrameSource, own_maps
 from training.frames import HEIGHT, WIDTH, require_engine
 from training.inputs import (
     SEEDS,
+    check_episodes,
     check_frames_fit,
     in_one_line,
     need_between,
@@ -232,6 +233,11 @@ def check_inputs(plan: RunPlan, args: argparse.Namespace) -> None:
     of_one = plan.length * HEIGHT * WIDTH * 3
     check_frames_fit(plan.episodes, of_one, free_bytes(device))
     own_maps(args)
+    if args.work is not None:
+        for name, length in (("frames", plan.length), ("unseen", plan.unseen_length),
+                             ("returns", plan.unseen_length)):  # fmt: skip
+            shape = (length, HEIGHT, WIDTH, 3)
+            check_episodes(args.work / name, shape, all_must_fit=name != "frames")
     if args.weights is not None:
         theirs, mine = read_manifest(args.weights).config, plan.world
         if theirs.autoencoder != mine.autoencoder:
