@@ -303,6 +303,7 @@ def prepare_quantwm(
         checks.packed("coefficient_scales", coefficient_scales, torch.float16, (heads, corrected))
         checks.packed("basis", basis, torch.bfloat16, (heads, dim, rank))
     row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE_AFFINE[dim]
+    step = max(row.block_k, group_size) if rank else row.block_k  # a pass has whole groups
     fixed = (
         codes.view(torch.int32), ids, centroids, scales, secondary, chunk_stops, zeros,
         *(correction if rank else (None, None, None)),
@@ -311,9 +312,8 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "STEP": max(row.block_k, group_size) if rank else row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1],
-        "AHEAD": row.num_stages > 1, "num_warps": row.num_warps, "num_stages": 1,
-        "enable_fp_fusion": False,
+        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], "AHEAD": row.num_stages > 1,
+        "num_warps": row.num_warps, "num_stages": 1, "enable_fp_fusion": False,
     }  # fmt: skip
     if row.registers:
         constants["maxnreg"] = row.registers

@@ -12,10 +12,13 @@ import triton
 import triton.language as tl
 
 from kernels.decode_tile import (
+    BACKWARDS,
+    along_rows,
     byte_value,
     group_places,
     levels_of_step,
     means_of_step,
+    of_places,
     scales_of_channels,
     store_step,
     widened,
@@ -46,8 +49,13 @@ def _product(coefficients, directions, WIDTH: tl.constexpr, WIDE: tl.constexpr):
                    input_precision="ieee")  # fmt: skip
     # Columns are (part, pair, word, octet, one of two).
     total = tl.reshape(total, (16, WIDTH // 32, 4, 2, 2, 2))
-    total = tl.permute(total, (3, 0, 1, 4, 2, 5))
-    return tl.reshape(total, (2, 16, WIDTH // WIDE, WIDE // 32, 16))
+    if BACKWARDS:
+        total = tl.permute(total, (1, 0, 3, 4, 2, 5))
+        tile = tl.reshape(total, (WIDTH // WIDE, WIDE // 32, 16, 2, 16))
+    else:
+        total = tl.permute(total, (3, 0, 1, 4, 2, 5))
+        tile = tl.reshape(total, (2, 16, WIDTH // WIDE, WIDE // 32, 16))
+    return tile
 
 
 @triton.jit
@@ -73,8 +81,8 @@ def corrected_rows(
     ids_after = tl.load(ids_ptr + STEP + rows, mask=later, other=0)
     words = words_of_step(codes_ptr, 0, rows, valid, D, WIDTH, PART, wide)
     place = group_places(0, rows, D, WIDTH, PART, wide, GROUP)
-    scales = tl.load(scales_ptr + place, mask=valid[None, :, None], other=0)
-    zeros = tl.load(zeros_ptr + ((place + shift) >> 2), mask=valid[None, :, None], other=0)
+    scales = of_places(scales_ptr, place, valid)
+    zeros = of_places(zeros_ptr, ((place + shift) >> 2), valid)
     means = means_of_step(centroids_ptr, ids, D, WIDTH, PART, wide)
     there = valid & (rows >= uncorrected)
     row_scales = tl.load(row_scales_ptr + rows, mask=there, other=0.0)
@@ -92,9 +100,8 @@ def corrected_rows(
                             other=0)  # fmt: skip
         words_after = words_of_step(codes_ptr, after, rows, later, D, WIDTH, PART, wide)
         after_place = group_places(after, rows, D, WIDTH, PART, wide, GROUP)
-        scales_after = tl.load(scales_ptr + after_place, mask=later[None, :, None], other=0)
-        zeros_after = tl.load(zeros_ptr + ((after_place + shift) >> 2), mask=later[None, :, None],
-                              other=0)  # fmt: skip
+        scales_after = of_places(scales_ptr, after_place, later)
+        zeros_after = of_places(zeros_ptr, ((after_place + shift) >> 2), later)
         if AHEAD:
             means_after = means_of_step(centroids_ptr, ids, D, WIDTH, PART, wide)
         there = later & (rows >= uncorrected - after)
@@ -108,8 +115,7 @@ def corrected_rows(
         scale = scales_of_channels(byte_value(scales) * step)
         values = tl.fma(levels_of_step(words, zero, asm), scale, widened(means, asm))
         product = _product(coefficients, directions, WIDTH, wide)
-        row_scale = row_scales.to(tl.float32)[None, :, None, None, None]
-        values = tl.fma(product, row_scale, values)
+        values = tl.fma(product, along_rows(row_scales.to(tl.float32)), values)
         store_step(out_ptr, out_stride_n, at, rows, values, valid, WIDTH, PART, wide)
         words, scales, zeros = words_after, scales_after, zeros_after
         coefficients, row_scales = coefficients_after, row_scales_after

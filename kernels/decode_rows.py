@@ -13,11 +13,14 @@ import triton.language as tl
 
 from kernels.decode_corrected import corrected_rows
 from kernels.decode_tile import (
+    along_channels,
     byte_value,
     group_places,
     levels_of_step,
     means_of_step,
+    of_places,
     scales_of_channels,
+    spread,
     store_step,
     widened,
     words_of_step,
@@ -45,13 +48,13 @@ _TERNARY_ASM = tl.constexpr("""
 def _ternary_values(words, scale, means, PACKED: tl.constexpr, ASM: tl.constexpr):
     """mu + (code - 1) * scale: bfloat16 if PACKED, two channels an instruction, else float32."""
     if PACKED:
-        channel = tl.arange(0, 16)[None, None, None, None, :]
+        channel = along_channels(tl.arange(0, 16))
         half = (words[:, :, :, :, None] >> (channel // 8 * 16)) & 0xFFFF
         # $1 is of the even one of two channels: its code in bits 0, 1, its neighbour's in 16, 17.
         apart = (half | (half << 14)) >> (channel % 8 * 2)
         values = tl.inline_asm_elementwise(
             asm=_TERNARY_ASM, constraints="=r,r,r,r,r",
-            args=[apart, scale.to(tl.bfloat16)[:, :, :, None, None], means],
+            args=[apart, spread(scale.to(tl.bfloat16)), means],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -76,7 +79,7 @@ def ternary_rows(
     ids_after = tl.load(ids_ptr + STEP + rows, mask=later, other=0)
     words = words_of_step(codes_ptr, 0, rows, valid, D, D, PART, wide)
     place = group_places(0, rows, D, D, PART, wide, GROUP)
-    scales = tl.load(scales_ptr + place, mask=valid[None, :, None], other=0)
+    scales = of_places(scales_ptr, place, valid)
     means = means_of_step(centroids_ptr, ids, D, D, PART, wide)
     for at in range(0, count, STEP):
         after = at + STEP
@@ -86,7 +89,7 @@ def ternary_rows(
                             other=0)  # fmt: skip
         words_after = words_of_step(codes_ptr, after, rows, later, D, D, PART, wide)
         place = group_places(after, rows, D, D, PART, wide, GROUP)
-        scales_after = tl.load(scales_ptr + place, mask=later[None, :, None], other=0)
+        scales_after = of_places(scales_ptr, place, later)
         means_after = means_of_step(centroids_ptr, ids, D, D, PART, wide)
         values = _ternary_values(words, e4m3_value(scales.to(tl.int32)), means, packed, PACKED)
         store_step(out_ptr, out_stride_n, at, rows, values, valid, D, PART, wide)
@@ -107,8 +110,8 @@ def affine_rows(
     ids_after = tl.load(ids_ptr + STEP + rows, mask=later, other=0)
     words = words_of_step(codes_ptr, 0, rows, valid, D, D, PART, wide)
     place = group_places(0, rows, D, D, PART, wide, GROUP)
-    scales = tl.load(scales_ptr + place, mask=valid[None, :, None], other=0)
-    zeros = tl.load(zeros_ptr + ((place + shift) >> 2), mask=valid[None, :, None], other=0)
+    scales = of_places(scales_ptr, place, valid)
+    zeros = of_places(zeros_ptr, ((place + shift) >> 2), valid)
     means = means_of_step(centroids_ptr, ids, D, D, PART, wide)
     for at in range(0, count, STEP):
         after = at + STEP
@@ -118,9 +121,8 @@ def affine_rows(
                             other=0)  # fmt: skip
         words_after = words_of_step(codes_ptr, after, rows, later, D, D, PART, wide)
         after_place = group_places(after, rows, D, D, PART, wide, GROUP)
-        scales_after = tl.load(scales_ptr + after_place, mask=later[None, :, None], other=0)
-        zeros_after = tl.load(zeros_ptr + ((after_place + shift) >> 2), mask=later[None, :, None],
-                              other=0)  # fmt: skip
+        scales_after = of_places(scales_ptr, after_place, later)
+        zeros_after = of_places(zeros_ptr, ((after_place + shift) >> 2), later)
         means_after = means_of_step(centroids_ptr, ids, D, D, PART, wide)
         place = group_places(at, rows, D, D, PART, wide, GROUP)
         zero = (zeros.to(tl.int32) >> (((place + shift) & 3) * 2)) & 3

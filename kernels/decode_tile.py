@@ -1,15 +1,20 @@
 """What decoding programs share: a step's tokens as they lie in the threads of a warp.
 
-A step is a tile [PART / 16, STEP, D / WIDE, WIDE / PART, 16]. Triton hands threads out to the last
-dimension, 8 channels or 16 bytes each, then to the first, then to the tokens: PART channels of a
-row are an access of a warp, and what a token needs once (id, scales, addresses) serves all the
-parts that a thread has of it, where with one part to a row it was half of all instructions.
+A step is a tile of five axes: words of a part, rows, wide parts, parts of a wide one and 16
+channels. Triton hands threads out to the channels, 8 of them or 16 bytes each, then to the words,
+then to the rows: PART channels of a row are an access of a warp, and what a token needs once (id,
+scales, addresses) serves all the parts that a thread has of it, where with one part to a row it
+was half of all instructions.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+BACKWARDS = tl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6))
+"""To which axis threads go after the last: 3.6 takes the first, 3.9 the one before. So the axes are
+in the order (words, rows, wide parts, parts) or (wide parts, parts, rows, words)."""
 
 # Without it the and and the or of a code are two instructions, each with a constant of its own.
 _CODE_ASM = tl.constexpr("lop3.b32 $0, $1, $2, 0x4B000000, 0xEA;")
@@ -18,48 +23,87 @@ _WIDEN_ASM = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
 
 
 @triton.jit
-def _first_channel(PART: tl.constexpr):
-    """Of every word's channels in the first part, [PART / 16, 1, 1, 1, 16]."""
-    word = tl.arange(0, PART // 16)[:, None, None, None, None] * 16
-    return word + tl.arange(0, 16)[None, None, None, None, :]
+def along_rows(x):
+    """[STEP] along the rows of a tile."""
+    return x[None, None, :, None, None] if BACKWARDS else x[None, :, None, None, None]
 
 
 @triton.jit
-def _later_parts(D: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr):
-    """What is added in the other parts, constants of the access, [1, 1, D / WIDE, WIDE / PART, 1].
+def along_channels(x):
+    """[16] along the channels of a tile."""
+    return x[None, None, None, None, :]
 
-    WIDE: PART or, if that is more, the channels of a scale.
-    """
-    wide = tl.arange(0, D // WIDE)[None, None, :, None, None] * WIDE
-    return wide + tl.arange(0, WIDE // PART)[None, None, None, :, None] * PART
+
+@triton.jit
+def _of_words(PART: tl.constexpr):
+    """First channel of every word of the first part."""
+    word = tl.arange(0, PART // 16) * 16
+    return word[None, None, None, :, None] if BACKWARDS else word[:, None, None, None, None]
+
+
+@triton.jit
+def _of_wide(D: tl.constexpr, WIDE: tl.constexpr):
+    """First channel of every wide part. WIDE: PART or, if more, the channels of a scale."""
+    wide = tl.arange(0, D // WIDE) * WIDE
+    return wide[:, None, None, None, None] if BACKWARDS else wide[None, None, :, None, None]
+
+
+@triton.jit
+def _of_parts(D: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr):
+    """First channel of every part: what its accesses are apart, a constant of the instruction."""
+    part = tl.arange(0, WIDE // PART) * PART
+    tile = part[None, :, None, None, None] if BACKWARDS else part[None, None, None, :, None]
+    return _of_wide(D, WIDE) + tile
 
 
 @triton.jit
 def words_of_step(ptr, at, rows, valid, ROW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
                   WIDE: tl.constexpr):  # fmt: skip
-    """Codes, int32 [PART / 16, STEP, D / WIDE, WIDE / PART]. ROW: channels of a stored row."""
-    word = tl.arange(0, PART // 16)[:, None, None, None]
-    wide = tl.arange(0, D // WIDE)[None, None, :, None] * (WIDE // 16)
-    part = tl.arange(0, WIDE // PART)[None, None, None, :] * (PART // 16)
-    place = (at + rows)[None, :, None, None] * (ROW // 16) + word
-    return tl.load(ptr + place + (wide + part), mask=valid[None, :, None, None], other=0)
+    """Codes, int32, without the axis of channels. ROW: those of a stored row, of which D are
+    decoded."""
+    place = along_rows((at + rows) * (ROW // 16)) + _of_words(PART) // 16
+    ptrs = ptr + place + _of_parts(D, PART, WIDE) // 16
+    mask = tl.broadcast_to(along_rows(valid), ptrs.shape)
+    shape: tl.constexpr = (ptrs.shape[0], ptrs.shape[1], ptrs.shape[2], ptrs.shape[3])
+    return tl.load(tl.reshape(ptrs, shape), mask=tl.reshape(mask, shape), other=0)
 
 
 @triton.jit
 def group_places(at, rows, ROW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
                  WIDE: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
-    """Number of every scale from the first row's on, [PART / 16, STEP, D / WIDE]."""
-    word = tl.arange(0, PART // 16)[:, None, None] * 16
-    wide = tl.arange(0, D // WIDE)[None, None, :] * WIDE
-    return (at + rows)[None, :, None] * (ROW // GROUP) + (word + wide) // GROUP
+    """Number of the scale of every word of a wide part, from the first row's on, without the axes
+    of parts and channels."""
+    group = (_of_words(PART) + _of_wide(D, WIDE)) // GROUP
+    return _without_parts(along_rows((at + rows) * (ROW // GROUP)) + group)
+
+
+@triton.jit
+def _without_parts(x):
+    """A tile of one part and one channel without these two axes."""
+    one: tl.constexpr = 2 if BACKWARDS else 1
+    two: tl.constexpr = 3 if BACKWARDS else 2
+    return tl.reshape(x, (x.shape[0], x.shape[one], x.shape[two]))
+
+
+@triton.jit
+def of_places(ptr, place, valid):
+    """A byte of each of group_places."""
+    mask = valid[None, :, None]
+    return tl.load(ptr + place, mask=mask, other=0)
+
+
+@triton.jit
+def spread(x):
+    """What group_places has along the parts and channels."""
+    return x[:, None, :, :, None] if BACKWARDS else x[:, :, :, None, None]
 
 
 @triton.jit
 def means_of_step(ptr, ids, ROW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
                   WIDE: tl.constexpr):  # fmt: skip
     """Centroids, bfloat16. Rows of ROW values: each begins a multiple of 16 bytes."""
-    first = ids.to(tl.int32)[None, :, None, None, None] * ROW + _first_channel(PART)
-    return tl.load(ptr + first + _later_parts(D, PART, WIDE))
+    first = along_rows(ids.to(tl.int32) * ROW) + _of_words(PART)
+    return tl.load(ptr + (first + along_channels(tl.arange(0, 16))) + _of_parts(D, PART, WIDE))
 
 
 @triton.jit
@@ -77,23 +121,21 @@ def _code(words, mask, ASM: tl.constexpr):
 
 @triton.jit
 def levels_of_step(words, zero, ASM: tl.constexpr):
-    """Codes less a zero, an odd channel's four times as large; zero: int32 [PART / 16, STEP, ..].
+    """Codes less a zero, an odd channel's four times as large; zero: int32 of a group's places.
 
     A code stays where it lies in the word, behind 2^23 as its zero: neither a conversion nor, for
     every second channel, a shift. All exact.
     """
-    channel = tl.arange(0, 16)[None, None, None, None, :]
-    shifted = words[:, :, :, :, None] >> (channel // 2 * 4)
-    codes = _code(shifted, 3 << (channel % 2 * 2), ASM)
-    zeros = (zero[:, :, :, None, None] << (channel % 2 * 2)) | 0x4B000000
+    channel = along_channels(tl.arange(0, 16))
+    codes = _code(words[:, :, :, :, None] >> (channel // 2 * 4), 3 << (channel % 2 * 2), ASM)
+    zeros = (spread(zero) << (channel % 2 * 2)) | 0x4B000000
     return codes - zeros.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scales_of_channels(scale):
-    """What levels_of_step are multiplied by; scale: float32 [PART / 16, STEP, D / WIDE]."""
-    channel = tl.arange(0, 16)[None, None, None, None, :]
-    return scale[:, :, :, None, None] * tl.where(channel % 2 == 1, 0.25, 1.0)
+    """What levels_of_step are multiplied by; scale: float32 of a group's places."""
+    return spread(scale) * tl.where(along_channels(tl.arange(0, 16)) % 2 == 1, 0.25, 1.0)
 
 
 @triton.jit
@@ -118,6 +160,6 @@ def byte_value(byte):
 @triton.jit
 def store_step(ptr, stride_n, at, rows, values, valid, D: tl.constexpr, PART: tl.constexpr,
                WIDE: tl.constexpr):  # fmt: skip
-    first = (at + rows)[None, :, None, None, None] * stride_n + _first_channel(PART)
-    ptrs = ptr + first + _later_parts(D, PART, WIDE)
-    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=valid[None, :, None, None, None])
+    first = along_rows((at + rows) * stride_n) + _of_words(PART)
+    ptrs = ptr + (first + along_channels(tl.arange(0, 16))) + _of_parts(D, PART, WIDE)
+    tl.store(ptrs, values.to(ptr.dtype.element_ty), mask=along_rows(valid))
