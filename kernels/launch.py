@@ -93,24 +93,40 @@ class Launches:
 
     def __init__(self) -> None:
         self.device = -1
-        self._made: list[tuple[Any, tuple[int, int, int], tuple[Any, ...]]] = []
+        self._made: list[tuple[_Compiled, tuple[int, int], tuple[Any, ...], tuple[bool, ...]]] = []
 
     def __len__(self) -> int:
         return len(self._made)
 
     def add(
-        self, compiled: _Compiled, grid: tuple[int, int], device: int, values: tuple[Any, ...]
-    ) -> None:
-        run, function, metadata, constants = compiled
+        self, kernel: Any, compiled: _Compiled, grid: tuple[int, int], device: int,
+        values: tuple[Any, ...],
+    ) -> None:  # fmt: skip
         self.device = device
-        fixed = (function, metadata, None, None, None, *values, *constants)
-        self._made.append((run, (*grid, 1), fixed))
+        self._made.append((compiled, grid, values, _specialised(kernel)))
+
+    def addresses(self) -> set[int]:
+        """All of its arguments that are beyond 32 bits: no length is."""
+        given = (value for _, _, values, _ in self._made for value in values)
+        return {value for value in given if isinstance(value, int) and value > INT32_MAX}
+
+    def moved(self, addresses: Mapping[int, int]) -> Launches | None:
+        """The same with other addresses in place of these; None where a kernel is compiled for a
+        multiple of 16 and another address is none, or the other way round."""
+        other = Launches()
+        other.device = self.device
+        for compiled, grid, values, looked_at in self._made:
+            moved = tuple(addresses.get(value, value) for value in values)
+            for old, new, looked in zip(values, moved, looked_at, strict=False):
+                if looked and old is not new and (old % 16 == 0) != (new % 16 == 0):
+                    return None
+            other._made.append((compiled, grid, moved, looked_at))
+        return other
 
     def again(self) -> None:
         """On the stream that is the current one now."""
-        stream = driver.active.get_current_stream(self.device)
-        for run, grid, fixed in self._made:
-            run(*grid, stream, *fixed)
+        for compiled, grid, values, _ in self._made:
+            _launch_again(compiled, grid, self.device, values)
 
 
 _noting = threading.local()
@@ -150,7 +166,7 @@ def launch(
         _COMPILED[key] = compiled = _first_launch(kernel, grid, args, constants)
     else:
         _launch_again(compiled, grid, device, values)
-    _note(compiled, grid, device, values)
+    _note(kernel, compiled, grid, device, values)
 
 
 class PreparedLaunch:
@@ -221,4 +237,4 @@ class PreparedLaunch:
         else:
             _launch_again(compiled, grid, device, values)
         self._known[kind] = compiled
-        _note(compiled, grid, device, values)
+        _note(self.kernel, compiled, grid, device, values)

@@ -22,6 +22,10 @@ class Noted(list[tuple[Callable[..., Any], Any]]):
 
     replayed = 0
 
+    def addresses(self) -> set[int]:
+        """Of something that no other slot has."""
+        return {1 << 50}
+
     def again(self) -> None:
         Noted.replayed += 1
         for call, given in self:
@@ -115,7 +119,7 @@ def test_later_passes_launch_again_and_give_the_same_bits(
 ) -> None:
     policy = CachePolicy(span_tokens=6, window_frames=6, sink_frames=1)
     cache, plain = make_cache(name, policy), make_cache(name, policy)
-    monkeypatch.setattr(plain._replays, "read", lambda slot, place, device, read: read())
+    monkeypatch.setattr(plain._replays, "read", lambda slot, place, device, read, origin: read())
     held, others = _held(), _held()
     for number in range(5):
         before = Noted.replayed

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback, ops_for
-from quantwm.cache.formats.base import HeadRanges, Prepared, Spreads
+from quantwm.cache.formats.base import HeadRanges, Movable, Prepared, Spreads
 from quantwm.cache.formats.correction import Room
-from quantwm.cache.replays import Replays, lies
+from quantwm.cache.replays import Origin, Place, Replays
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
 from quantwm.cache.workspace import Workspace
@@ -33,6 +34,11 @@ def visible_tokens(segments: Sequence[Segment], first: int) -> int:
 @lru_cache(maxsize=16)
 def _spreads(kind: type) -> bool:
     return issubclass(kind, Spreads)
+
+
+@lru_cache(maxsize=16)
+def _moves(kind: type) -> bool:
+    return issubclass(kind, Movable)
 
 
 @lru_cache(maxsize=16)
@@ -143,19 +149,36 @@ class Reading:
         k, v = (self.k, self.v) if heads is None else (self.k[heads], self.v[heads])
         shape = (k.shape[0], *self.shape[1:])
         keys, values = workspace.take(shape, dtype, k.device, self.reserve)
-
-        def read() -> int:
-            history = (self.segments, self.slot, keys, values, self.first)
-            if heads is None:
-                launches = decode_visible(*history, None, workspace.room_on(k.device))
-            else:
-                launches = decode_visible(*history, heads.start)
-            ops_for(k.device).copy_pair(keys, values, self.past, k, v)
-            return launches + 1 if launches else 0
-
         if heads is None:
-            place = (self.first, self.shape, workspace.room_at, *lies(keys, values, k, v))
-            self.replays.read(self.slot, place, k.device, read)
+            place = Place.of(self.first, self.shape, workspace.room_at, keys, values, k, v)
+            read = partial(self._read, workspace, keys, values)
+            self.replays.read(self.slot, place, k.device, read, self._origin)
         else:
-            read()
+            decode_visible(self.segments, self.slot, keys, values, self.first, heads.start)
+            ops_for(k.device).copy_pair(keys, values, self.past, k, v)
         return keys, values
+
+    def _read(self, workspace: Workspace, keys: Tensor, values: Tensor) -> int:
+        """Of all heads; as `decode_visible` counts."""
+        room, device = workspace.room_at, self.k.device
+        history = (self.segments, self.slot, keys, values, self.first)
+        launches = decode_visible(*history, None, workspace.room_on(device))
+        ops_for(device).copy_pair(keys, values, self.past, self.k, self.v)
+        # A room that was made, or made larger, meanwhile is not the one of the first launches.
+        return launches + 1 if launches and workspace.room_at == room else 0
+
+    def _origin(self) -> Origin | None:
+        """What the visible history is decoded from; None where a format does not say."""
+        kinds: list[Any] = []
+        tensors: list[Tensor] = []
+        for segment in self.segments:
+            hidden = segment.hidden_tokens(self.first)
+            if hidden >= segment.tokens:
+                continue
+            for span in (segment.keys[self.slot], segment.values[self.slot]):
+                found = segment.fmt.read_from(span) if _moves(type(segment.fmt)) else None
+                if found is None:
+                    return None
+                kinds.append((type(segment.fmt), hidden, segment.tokens, found[0]))
+                tensors += found[1]
+        return Origin.of(kinds, tensors)

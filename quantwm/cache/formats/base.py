@@ -162,6 +162,16 @@ class Spreads(Protocol):
 
 
 @runtime_checkable
+class Movable(Protocol):
+    """A format that says what a reading of a span is made from."""
+
+    def read_from(self, span: Any) -> tuple[Any, Sequence[Tensor]] | None:
+        """Tensors, in an order, and what else a reading depends on: spans of which that is equal
+        are read by the same launches but for where the tensors are. None where that is not so."""
+        ...
+
+
+@runtime_checkable
 class Fusible(Protocol):
     """A format whose spans the fused attention decodes inside its kernel."""
 
@@ -259,6 +269,11 @@ class Learns(Protocol):
     def learned_bytes(self, heads: int, head_dim: int, waiting: int) -> int:
         """Of the learner's statistics, one slot, and of the guides of `waiting` recent chunks."""
         ...
+
+
+def shape_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All of them but where they are and what they hold."""
+    return tuple((t.shape, t.stride(), t.dtype) for t in tensors)
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:

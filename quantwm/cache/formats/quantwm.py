@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -241,6 +242,9 @@ class QuantWMFormat:
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode_into(out, offset, start, stop, first_head)
+
+    def read_from(self, span: QuantWMSpan) -> tuple[Any, Sequence[Tensor]] | None:
+        return span.read_from()
 
     def decode_spread(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, room: Room
