@@ -11,10 +11,12 @@ import pytest
 from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import advance
+from quantwm.worlds.embedded.scenes import list_scenes, load_scene
 from training.explorer import Explorer
 from training.frames import Recorder, episode_path, load_episode
 from training.maps import build_map, is_open, pack_wad
 from training.own_maps import choose_maps, is_whole_game, map_names
+from training.scenes import check_episodes_for_scenes, cut_scenes
 from training.walker import FULL_TURN, Pose
 
 MAPS = ["MAP01", "MAP02", "MAP03"]
@@ -103,6 +105,25 @@ def test_an_episode_of_pieces_turns_all_the_way_round():
         len(part) for way in (4, 5) for part in "".join(map(str, keys[:, way])).split("0") if part
     ]
     assert max(runs) >= FULL_TURN
+
+
+def test_scenes_are_cut_out_of_recorded_episodes(tmp_path):
+    frames = np.full((40, 96, 128, 3), 90, np.uint8)
+    frames[31] = np.random.default_rng(0).integers(0, 256, (96, 128, 3))  # the liveliest
+    keys = np.zeros((40, 6), np.uint8)
+    keys[31, [0, 5]] = 1
+    np.savez(tmp_path / "episode-0000007.npz", frames=frames, keys=keys)
+    check_episodes_for_scenes(tmp_path, 12)
+    cut_scenes(tmp_path, tmp_path, 12)
+    (scene,) = list_scenes(tmp_path / "scenes")
+    clip = load_scene(tmp_path / "scenes", scene.name, (128, 96))
+    assert scene.name == "start-0000007" and len(clip.frames) == 16
+    assert clip.keys[-1] == {"w", "right"} and clip.frames[-1].std() > 50 > clip.frames[-2].std()
+    np.savez(tmp_path / "episode-0000001.npz", frames=frames[:20], keys=keys[:20])
+    with pytest.raises(UserError, match=r"0001\.npz has frames of \[20, 96, 128, 3\]"):
+        check_episodes_for_scenes(tmp_path, 12)
+    with pytest.raises(UserError, match="no episodes in"):
+        check_episodes_for_scenes(tmp_path / "scenes", 12)
 
 
 def test_episodes_are_recorded_on_the_maps_that_were_asked_for(wad, tmp_path):

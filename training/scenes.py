@@ -22,11 +22,13 @@ from quantwm.actions import format_actions, pack_frames
 from quantwm.errors import UserError
 from quantwm.evaluation.episodes import Episode, save_episode
 from quantwm.worlds.base import Script
+from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.scenes import SceneClip, save_scene
 from quantwm.worlds.embedded.scripts import save_script
 from training.choreography import CONTEXT, PARTS, Part, perform, scout
-from training.frames import UNSEEN_SEED, open_engine, require_engine
-from training.inputs import in_one_line, need_between, open_folder
+from training.frames import HEIGHT, UNSEEN_SEED, WIDTH, open_engine, require_engine
+from training.frames import load_episode as load_recorded
+from training.inputs import in_one_line, need_between, open_folder, stored_shape
 from training.maps import MAX_MAPS, GameMap, build_map, is_open
 from training.moves import CHUNK, StuckError, stand
 from training.walker import FULL_TURN
@@ -192,6 +194,37 @@ def draw_candidates(path: Path, count: int, length: int) -> None:
     imageio.imwrite(path, np.concatenate(columns, axis=1))
 
 
+def check_episodes_for_scenes(folder: Path, count: int) -> None:
+    """UserError when no scene can be cut out of the folder's first episodes."""
+    need_between("--count", count, 1)
+    paths = sorted(folder.glob("episode-*.npz"))
+    if not paths:
+        raise UserError(f"no episodes in {folder}; make them with python -m training.frames")
+    for path in paths[:count]:
+        shape = stored_shape(path)
+        if shape[1:] != (HEIGHT, WIDTH, 3) or shape[0] < CONTEXT + 8:
+            raise UserError(
+                f"{path} has frames of {list(shape)}; a scene is cut out of [{CONTEXT + 8} or "
+                f"more, {HEIGHT}, {WIDTH}, 3]"
+            )
+
+
+def cut_scenes(folder: Path, out: Path, count: int) -> None:
+    """Writes OUT/scenes from recorded episodes, of whatever maps: the liveliest clip of each."""
+    for path in sorted(folder.glob("episode-*.npz"))[:count]:
+        episode, name = load_recorded(path), path.stem.replace("episode", "start")
+        last = range(8 + CONTEXT - 1, len(episode.frames), 2)
+        end = max(last, key=lambda frame: liveliness(episode.frames[frame])) + 1
+        held = [
+            frozenset(name for name, on in zip(KEYS, row, strict=True) if on)
+            for row in episode.keys[end - CONTEXT : end]
+        ]
+        clip = SceneClip(episode.frames[end - CONTEXT : end], tuple(held))
+        origin = {"episode": path.stem, "first_frame": end - CONTEXT}
+        save_scene(out / "scenes", name, name.replace("start-", "Start "), clip, origin)
+        print(f"scene {name}: frames {end - CONTEXT} to {end - 1} of {path}")
+
+
 def write_all(out: Path) -> None:
     """Writes OUT/scenes, OUT/scripts and OUT/truth."""
     seeds = [FIRST_SEED + choice.seed for choice in CHOICES]
@@ -228,7 +261,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("assets"))
     parser.add_argument("--candidates", type=int, help="draw so many candidates to OUT, a PNG")
     parser.add_argument("--length", type=int, default=160, help="frames of a candidate's walk")
+    parser.add_argument("--episodes", type=Path, help="cut scenes out of recorded episodes instead")
+    parser.add_argument("--count", type=int, default=12, help="scenes from --episodes")
     args = parser.parse_args()
+    if args.episodes is not None:
+        check_episodes_for_scenes(args.episodes, args.count)
+        cut_scenes(args.episodes, open_folder(args.out, "--out"), args.count)
+        return
     require_engine()
     if args.candidates is not None:
         need_between("--candidates", args.candidates, 1, MAX_MAPS)
