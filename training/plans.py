@@ -101,7 +101,8 @@ PLANS = {
         autoencoder_share=0.2,
         finish_minutes=0.2,
         save_every_minutes=0.5,
-        autoencoder=AutoencoderTraining(batch=16, warmup_steps=10, log_every=20),
+        # of 60 steps an average over 500 would be nine tenths what was there before the first
+        autoencoder=AutoencoderTraining(batch=16, warmup_steps=10, ema=0.9, log_every=20),
         transformer=TransformerTraining(
             stages=(
                 Stage(frames=8, batch=4, share=0.4),
