@@ -204,6 +204,11 @@ def test_extremes_name_the_layer() -> None:
     finite[4] = True
     with pytest.raises(UserError, match="layer 3 queries"):
         checks.check_flags(chunk, finite)
+    single = torch.tensor(0.0), torch.tensor(torch.inf)
+    chunk.extremes.append((["layer 9 keys (stream self)"], *single))
+    flags = torch.cat(checks.flags(chunk)).tolist()
+    with pytest.raises(UserError, match="layer 9 keys"):
+        checks.check_flags(chunk, flags)
 
 
 def test_what_shares_a_storage_is_saved_cut_and_masked(streams: Streams, tmp_path: Path) -> None:

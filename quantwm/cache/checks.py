@@ -92,14 +92,26 @@ def flags(chunk: OpenChunk) -> list[Tensor]:
     """Whether each CUDA write of the chunk was finite, on the device: for `check_flags`."""
     if not chunk.extremes:
         return []
-    _, lows, highs = zip(*chunk.extremes, strict=True)
-    least, largest = (torch.cat([t.reshape(-1) for t in part]) for part in (lows, highs))
+    _, lows, highs = zip(*_in_order(chunk), strict=True)
+    least, largest = _joined(lows), _joined(highs)
     return [least.isfinite() & largest.isfinite()]
+
+
+def _in_order(chunk: OpenChunk) -> list[tuple[list[str], Tensor, Tensor]]:
+    """Single extremes before those of many slots."""
+    return sorted(chunk.extremes, key=lambda found: found[1].dim())
+
+
+def _joined(found: Sequence[Tensor]) -> Tensor:
+    """Numbers, then vectors, as one vector; a view of each number would take 1 us of the host."""
+    single = sum(tensor.dim() == 0 for tensor in found)
+    numbers = [torch.stack(found[:single])] if single else []
+    return torch.cat([*numbers, *found[single:]])
 
 
 def check_flags(chunk: OpenChunk, found: Iterable[float]) -> None:
     """found: what `flags` holds, read."""
-    names = [name for some, _, _ in chunk.extremes for name in some]
+    names = [name for some, _, _ in _in_order(chunk) for name in some]
     for name, finite in zip(names, found, strict=True):
         if not finite:
             raise UserError(_not_finite(name))

@@ -76,8 +76,7 @@ class SelfForcingWorld(WanWorld):
             raise RuntimeError("a pictured world started without image latents")
         index = torch.arange(first, first + frames, device=image.device)
         held = image[:, index.clamp(max=image.shape[1] - 1)]
-        mask = held.new_zeros(4, *held.shape[1:])
-        mask[:, index == 0] = 1
+        mask = (index == 0).to(held.dtype)[None, :, None, None].expand(4, -1, *held.shape[2:])
         return torch.cat([mask, held])
 
     def _posed(self, lane: LaneState, action: ChunkAction) -> tuple[torch.Tensor, Gaze]:
