@@ -160,7 +160,7 @@ LANES: Mapping[str, LaneChoice] = {
         LaneChoice("kivi", "kivi", "KIVI", "2-bit, by channel and token"),
         LaneChoice("rtn", "rtn", "RTN", "2-bit, nearest level"),
         LaneChoice("qvg-pro", "qvg-pro", "QVG Pro", "four residual stages"),
-        LaneChoice("bf16-floor", "bf16:floor", "Noise floor", "BF16, another attention kernel"),
+        LaneChoice("bf16-floor", "bf16:floor", "Noise floor", "BF16, another kernel"),
     )
 }
 """Words for the lanes that the library may offer."""

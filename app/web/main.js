@@ -228,7 +228,12 @@ const actions = {
     stage.scrollIntoView({ block: "nearest" });
     drive();
   },
-  veil: () => (state.phase === "queued" ? leave() : state.phase === "gone" ? location.reload() : drive()),
+  veil: () => {
+    if (state.phase === "queued") return leave();
+    if (state.phase === "gone") return location.reload();
+    stage.scrollIntoView({ block: "nearest" });
+    return drive();
+  },
   step: step,
   reset: reset,
   apply: reset,

@@ -12,7 +12,7 @@ class Gauge {
   look(name) {
     if (name.startsWith("kv:")) return { lane: name.slice(3), title: "KV " + this.lanes.title(name.slice(3)) };
     const titles = { weights: "Weights", scratch: "Scratch", [OTHERS]: "Other programs", free: "Free",
-      "process other": "Rest of this program" };
+      "process other": "Rest of program" };
     return { part: ["weights", "scratch", "free"].includes(name) ? name : name === OTHERS ? "used" : "other",
       title: titles[name] || capital(name) };
   }
