@@ -3,7 +3,7 @@ import { $, colour, input, make, options, out, title } from "./dom.js";
 
 // name -> [label, unit, what it says, name of the reference's own curve]
 export const CURVES = {
-  psnr: ["PSNR to the reference", "dB", "Fidelity of every frame; 99 stands for identical. Once free-running lanes have parted, it says that they show different things, not how good they are."],
+  psnr: ["PSNR to the reference", "dB", "Fidelity of every frame; from 60 dB on, equal frames included, on the top line (99 in the CSV: identical). Once free-running lanes have parted, it says that they show different things, not how good they are."],
   ssim: ["SSIM to the reference", "", "11 x 11 Gaussian window, 1 is identical."],
   lpips: ["LPIPS to the reference", "", "A learned distance (AlexNet), 0 is identical: nearer to what people see than PSNR."],
   excess: ["Excess flicker", "levels", "Mean |change of the lane - change of the reference| from one frame to the next: change that the reference does not have."],
@@ -205,7 +205,8 @@ export class Curves {
   words(name, series) {
     if (!name) return;
     const [label, unit, help] = CURVES[name];
-    out("curve-help").textContent = help;
+    out("curve-help").textContent = help + (this.clip.info.borders.length
+      ? " Ticks under the curves: a chunk begins; bars: the keys held." : "");
     out("legend").replaceChildren(...series.map(([number, lane]) => make("span", {}, [
       make("span", { class: "swatch", "data-n": number }), title(lane)])));
     const head = make("tr", {}, [make("th", { scope: "col", textContent: "frame " + (this.clip.info.first + this.frame) }),

@@ -294,7 +294,10 @@ function complain(text) {
 
 // Events -------------------------------------------------------------------------------------
 const actions = {
-  live: () => open(server.post("open", { source: "live" }), "Taking the last minute"),
+  live: () => {
+    input("demo").value = "";
+    return open(server.post("open", { source: "live" }), "Taking the last minute");
+  },
   files: () => input("files").click(),
   theme: () => document.body.classList.toggle("dark"),
   back: () => stepBy(-1),
@@ -319,7 +322,7 @@ for (const button of document.querySelectorAll("[data-do]"))
   button.addEventListener("click", () => actions[button.dataset.do]());
 input("files").addEventListener("change", () => {
   const files = [...input("files").files];
-  input("files").value = "";
+  input("files").value = input("demo").value = "";
   const large = files.find((file) => file.size > state.most);
   if (large) complain(large.name + " is larger than " + Math.floor(state.most / 2 ** 20) + " MB; cut it shorter.");
   else if (files.length)
