@@ -22,6 +22,8 @@ from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
 
 FLOATS = (torch.float32, torch.bfloat16)
+WIDE_RANK_REGISTERS = 200
+"""Of a thread where more than 16 directions are added; left alone, ptxas takes 168 and spills."""
 
 
 @triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop", "first_head"])
@@ -60,7 +62,7 @@ def decode_affine_kernel(
     first_corrected,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - zero) * scale (+ coefficients @ basis^T * row scale), rounded once.
 
@@ -71,7 +73,7 @@ def decode_affine_kernel(
         out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
         codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
         coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
-        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE, AHEAD,
+        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
     )  # fmt: skip
 
 
@@ -312,10 +314,11 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], "AHEAD": row.num_stages > 1,
-        "num_warps": row.num_warps, "num_stages": 1, "enable_fp_fusion": False,
+        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    if row.registers:
-        constants["maxnreg"] = row.registers
+    registers = row.registers or (WIDE_RANK_REGISTERS if rank > 16 else 0)
+    if registers:
+        constants["maxnreg"] = registers
     prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)
     return AffineDecoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

@@ -63,13 +63,13 @@ def corrected_rows(
     out_ptr, out_stride_n, count, codes_ptr, ids_ptr, centroids_ptr, scales_ptr, step, zeros_ptr,
     shift, uncorrected, coefficients_ptr, row_scales_ptr, basis_ptr,
     D: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
+    RANK_PAD: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - zero) * scale + coefficients @ directions * row scale of WIDTH channels.
 
     The rest as in affine_rows; the first `uncorrected` tokens have no coefficients, those of the
-    first would be where coefficients_ptr is. AHEAD: centroids too are loaded a step ahead, for 60
-    registers a thread more.
+    first would be where coefficients_ptr is. The product comes
+    first: behind the loads it took 30 registers a thread more.
     """
     wide: tl.constexpr = PART if PART > GROUP else GROUP
     asm: tl.constexpr = tl.bfloat16 == DOT_DTYPE
@@ -91,10 +91,9 @@ def corrected_rows(
         mask=there[:, None] & (offs_r < RANK)[None, :], other=0,
     )  # fmt: skip
     for at in range(0, count, STEP):
+        product = _product(coefficients, directions, WIDTH, wide)
         after = at + STEP
         valid, later = rows < count - at, rows < count - after
-        if not AHEAD:
-            means = means_of_step(centroids_ptr, ids, D, WIDTH, PART, wide)
         ids = ids_after
         ids_after = tl.load(ids_ptr + after + STEP + rows, mask=rows < count - after - STEP,
                             other=0)  # fmt: skip
@@ -102,8 +101,7 @@ def corrected_rows(
         after_place = group_places(after, rows, D, WIDTH, PART, wide, GROUP)
         scales_after = of_places(scales_ptr, after_place, later)
         zeros_after = of_places(zeros_ptr, ((after_place + shift) >> 2), later)
-        if AHEAD:
-            means_after = means_of_step(centroids_ptr, ids, D, WIDTH, PART, wide)
+        means_after = means_of_step(centroids_ptr, ids, D, WIDTH, PART, wide)
         there = later & (rows >= uncorrected - after)
         row_scales_after = tl.load(row_scales_ptr + after + rows, mask=there, other=0.0)
         coefficients_after = tl.load(
@@ -114,10 +112,7 @@ def corrected_rows(
         zero = (zeros.to(tl.int32) >> (((place + shift) & 3) * 2)) & 3
         scale = scales_of_channels(byte_value(scales) * step)
         values = tl.fma(levels_of_step(words, zero, asm), scale, widened(means, asm))
-        product = _product(coefficients, directions, WIDTH, wide)
         values = tl.fma(product, along_rows(row_scales.to(tl.float32)), values)
         store_step(out_ptr, out_stride_n, at, rows, values, valid, WIDTH, PART, wide)
-        words, scales, zeros = words_after, scales_after, zeros_after
+        words, scales, zeros, means = words_after, scales_after, zeros_after, means_after
         coefficients, row_scales = coefficients_after, row_scales_after
-        if AHEAD:
-            means = means_after

@@ -156,7 +156,7 @@ def affine_block(
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
     coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The same of an affine span, chunk by chunk: a chunk has a scale of its scales.
 
@@ -194,7 +194,7 @@ def affine_block(
                     zeros_ptr + group // 4, (group % 4).to(tl.int32),
                     (first_corrected - first).to(tl.int32), coefficients_ptr + at * RANK,
                     row_scales_ptr + at, basis_ptr + channel * RANK, D, STEP, GROUP, RANK,
-                    RANK_PAD, DOT_DTYPE, AHEAD,
+                    RANK_PAD, DOT_DTYPE,
                 )  # fmt: skip
         else:
             affine_rows(

@@ -58,7 +58,7 @@ def affine_spans_kernel(
     out_ptr, out_stride_h, out_stride_n, table_ptr,
     n_heads, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A row: offset, start and stop, then as in decode_affine_kernel."""
     row = table_ptr + tl.program_id(1) // n_heads * 17
@@ -79,7 +79,7 @@ def affine_spans_kernel(
             tl.load(row + 11).to(tl.pointer_type(tl.float16)),
             tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)),
             tl.load(row + 13), tl.load(row + 14), tl.load(row + 15), tl.load(row + 16),
-            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE, AHEAD,
+            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
         )  # fmt: skip
 
 

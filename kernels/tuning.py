@@ -83,8 +83,7 @@ DECODE_PSAC = {
     128: Launch(64, 128, 1, 1, COMPILED),
     256: Launch(64, 128, 1, 1, COMPILED),
 }
-"""Here block_k are channels of a pass, of 16 tokens a step of one warp; at 2 stages centroids too
-are loaded a step ahead."""
+"""Here block_k are channels of a pass, of 16 tokens a step of one warp."""
 COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),
