@@ -48,7 +48,7 @@ def walk(seed: int, pieces: bool, frames: int) -> tuple[np.ndarray, np.ndarray]:
 def test_maps_of_a_wad_in_both_formats(wad, tmp_path):
     assert map_names(wad) == MAPS and not is_whole_game(wad)
     old = tmp_path / "doom.wad"
-    names = (b"E1M1", b"THINGS", b"LINEDEFS", b"DEMO1", b"E1M2", b"THINGS")
+    names = (b"E1M1", b"THINGS", b"LINEDEFS", b"DEMO1", b"E1M2", b"THINGS", b"--\nX", b"THINGS")
     lumps = b"".join(struct.pack("<ii8s", 12, 0, name) for name in names)
     old.write_bytes(struct.pack("<4sii", b"IWAD", len(names), 12) + lumps)
     assert map_names(old) == ["E1M1", "E1M2"] and is_whole_game(old)

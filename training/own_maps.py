@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from quantwm.errors import UserError
 LUMP = struct.Struct("<ii8s")
 HEAD = struct.Struct("<4sii")
 MOST_LUMPS = 100_000
+NAME = re.compile(r"[A-Z0-9][A-Z0-9_]*")
+"""What a map may be called: names go onto command lines and into messages."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ def map_names(wad: Path) -> list[str]:
     lumps = [LUMP.unpack_from(data, start + i * LUMP.size)[2] for i in range(count)]
     names = [lump.split(b"\0")[0].decode("ascii", "replace").upper() for lump in lumps]
     # a map is a marker followed by its things (Doom's format) or its text (UDMF)
-    maps = [a for a, b in itertools.pairwise(names) if b in ("THINGS", "TEXTMAP")]
+    starts = [a for a, b in itertools.pairwise(names) if b in ("THINGS", "TEXTMAP")]
+    maps = [name for name in starts if NAME.fullmatch(name)]
     if not maps:
         raise UserError(f"{wad} holds no map; a map is a marker such as MAP01 and its lumps")
     return maps
