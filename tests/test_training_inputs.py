@@ -18,7 +18,7 @@ from training.data import LatentPool
 from training.inputs import check_episodes, check_frames_fit, in_one_line, need_between, open_folder
 from training.losses import Stage
 from training.plans import PLANS, apply_switches
-from training.progress import Budget, Log
+from training.progress import Budget, Log, Tally
 from training.run_all import check_inputs, parse
 from training.state import TrainState
 from training.train_transformer import train_transformer
@@ -119,6 +119,17 @@ def test_commands_end_with_one_line(command, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_tally_says_what_is_left(capsys):
+    tally = Tally("maps", 32, there=8, every=0.0)
+    assert tally.is_due() and not Tally("maps", 32).is_due()
+    tally.say(8)
+    tally._start -= 60  # eight more in a minute
+    tally.say(16)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "maps 8/32, 0 s, eta_s unknown"
+    assert second == "maps 16/32, 60 s, eta_s 120"
 
 
 def test_a_budget_that_goes_on_has_the_rest_ahead():

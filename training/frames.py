@@ -24,6 +24,7 @@ from training.explorer import Explorer
 from training.inputs import in_one_line, need_between, open_folder
 from training.maps import GameMap, build_map, pack_wad
 from training.own_maps import OwnMaps, choose_names, is_whole_game
+from training.progress import Tally
 from training.walker import Pose, Walker
 from training.walks import PieceWalker, is_of_pieces
 
@@ -244,7 +245,8 @@ class Recorder:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._length, self._processes, self._patience = length, processes, patience
         self._pieces, self._own = pieces, own
-        missing = self._missing(list(seeds))
+        self._seeds = list(seeds)
+        missing = self._missing(self._seeds)
         size = max(1, min(MAPS_PER_PROCESS, -(-len(missing) // processes)))
         self._queue = [(missing[i : i + size], 1) for i in range(0, len(missing), size)]
         self._running: list[_Worker] = []
@@ -288,10 +290,18 @@ class Recorder:
         patience = self._patience * (1 + len(seeds))
         return _Worker(process, seeds, attempt, time.monotonic() + patience)
 
-    def wait(self, seconds: float = float("inf")) -> None:
-        """Polls until done, closed, or the time is over, then stops what still runs."""
+    @property
+    def there(self) -> int:
+        """How many of the episodes are recorded."""
+        return len(self._seeds) - len(self._missing(self._seeds))
+
+    def wait(self, seconds: float = float("inf"), tally: Tally | None = None) -> None:
+        """Polls until done, closed, or the time is over, then stops what still runs; tally: is told
+        how many are there."""
         end = time.monotonic() + seconds
         while not self._closed.is_set() and self.poll() and time.monotonic() < end:
+            if tally is not None and tally.is_due():
+                tally.say(self.there)
             time.sleep(0.1)
         for worker in self._running:
             worker.process.kill()
@@ -329,7 +339,7 @@ def main() -> None:
     seeds = range(args.first, args.first + args.count)
     start = time.monotonic()
     recorder = Recorder(seeds, args.length, args.out, args.processes, pieces=args.pieces, own=own)
-    recorder.wait()
+    recorder.wait(tally=Tally("episodes", len(seeds), recorder.there))
     seconds = time.monotonic() - start
     done = len(seeds) - len(recorder.given_up)
     if not done:

@@ -34,6 +34,27 @@ def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+class Tally:
+    """Says on the terminal, every few seconds, how many of something are there and what is left."""
+
+    def __init__(self, what: str, total: int, there: int = 0, every: float = 5.0) -> None:
+        """there: how many were there before; they cost no time."""
+        self._what, self._total, self._there, self._every = what, total, there, every
+        self._start = self._last = time.monotonic()
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._last >= self._every
+
+    def say(self, done: int) -> None:
+        self._last = time.monotonic()
+        seconds, made = self._last - self._start, done - self._there
+        eta = round(seconds / made * (self._total - done)) if made > 0 else "unknown"
+        print(
+            f"{self._what} {done}/{self._total}, {seconds:.0f} s, eta_s {eta}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
 class Budget:
     """A stage's time: how much of it is gone, and what is left."""
 

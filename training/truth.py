@@ -20,6 +20,7 @@ from training.frames import UNSEEN_SEED, open_engine, require_engine
 from training.inputs import in_one_line, need_between, open_folder
 from training.maps import build_map
 from training.moves import StuckError
+from training.progress import Tally
 
 FIRST_SEED = UNSEEN_SEED + 600_000
 """Maps of the acceptance table: none is trained on, measured during training or a start scene."""
@@ -60,6 +61,7 @@ def record(seeds: Sequence[int], out: Path, first: int) -> None:
 def record_all(seeds: Sequence[int], out: Path, processes: int) -> None:
     """Several processes at once; what a crashed or hung one left out is tried again."""
     size = max(1, min(MAPS_PER_PROCESS, -(-len(seeds) // processes)))
+    tally = Tally("maps", len(seeds), len(seeds) - len(missing(seeds, out)))
     for _ in range(ATTEMPTS):
         unmade = missing(seeds, out)
         if not unmade:
@@ -70,6 +72,8 @@ def record_all(seeds: Sequence[int], out: Path, processes: int) -> None:
             while waiting and len(running) < processes:
                 running.append((_start(waiting.pop(), seeds[0], out), time.monotonic() + PATIENCE))
             time.sleep(0.05)
+            if tally.is_due():
+                tally.say(len(seeds) - len(missing(seeds, out)))
             for process, deadline in running:
                 if time.monotonic() > deadline:
                     process.kill()
