@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.agreement import Case, agree_assign, in_range, require, same_bytes, same_values
+from benchmarks.agreement import (
+    Case,
+    agree_assign,
+    in_range,
+    launches_of,
+    require,
+    same_bytes,
+    same_values,
+)
 from quantwm.cache import reference
 from quantwm.cache.dispatch import Ops
 from quantwm.cache.formats import make_format
@@ -72,26 +80,29 @@ def agree_decoders(
     label: str, ops: Ops, prepare: str, packed: tuple[Tensor, ...], given: tuple[Any, ...],
     truncates: bool,
 ) -> None:  # fmt: skip
-    """Ranges of all heads and of the last one into a longer buffer, in both types."""
+    """Ranges of all heads and of the last one into a longer buffer, in both types.
+
+    In the interpreter, which is slow, all heads in one type and the last one in the other.
+    """
     heads, tokens = packed[0].shape[:2]
     # What a byte of codes holds is told by the other tensors, so the reference says the head dim.
     dim = _head_dim(packed, given, prepare)
     start, stop, offset = tokens // 5, tokens - tokens // 7, 3
-    for dtype in (torch.float32, torch.bfloat16):
-        for first_head in (0, heads - 1):
-            outs = []
-            for target, device in ((ops, packed[0].device), (reference, CPU)):
-                shape = (heads - first_head, tokens + 5, dim)
-                out = torch.full(shape, torch.nan, dtype=dtype, device=device)
-                decode = getattr(target, prepare)(*(t.to(device) for t in packed), *given)
-                # Twice: a kernel's first launch goes another way than the later ones.
+    dtypes, first_heads = (torch.float32, torch.bfloat16), (0, heads - 1)
+    cases = zip(dtypes, first_heads, strict=True) if truncates else product(dtypes, first_heads)
+    for dtype, first_head in cases:
+        outs = []
+        for target, device in ((ops, packed[0].device), (reference, CPU)):
+            shape = (heads - first_head, tokens + 5, dim)
+            out = torch.full(shape, torch.nan, dtype=dtype, device=device)
+            decode = getattr(target, prepare)(*(t.to(device) for t in packed), *given)
+            for _ in range(launches_of(truncates)):
                 decode(out, offset, start, stop, first_head)
-                decode(out, offset, start, stop, first_head)
-                outs.append(out.cpu())
-            name = f"decode {label}, {dtype}"
-            mine, wanted = in_range(name, *outs, offset, stop - start)
-            exact = dtype == torch.float32 or not truncates
-            same_values(name, mine, wanted, exact, dtype == torch.bfloat16)
+            outs.append(out.cpu())
+        name = f"decode {label}, {dtype}"
+        mine, wanted = in_range(name, *outs, offset, stop - start)
+        exact = dtype == torch.float32 or not truncates
+        same_values(name, mine, wanted, exact, dtype == torch.bfloat16)
 
 
 def _head_dim(packed: tuple[Tensor, ...], given: tuple[Any, ...], prepare: str) -> int:

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as quantwm does
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers and what they start share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

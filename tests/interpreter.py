@@ -30,7 +30,7 @@ INTERPRETABLE = pytest.mark.skipif(
 def passes_interpreted(name: str) -> None:
     """Every test of tests/<name> passes there, and there are some."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [*command, f"tests/{name}"],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
