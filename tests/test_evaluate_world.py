@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,23 @@ def test_mistakes_get_one_line(arguments, message, capsys):
     assert main(["evaluate-world", "--device", "cpu", *arguments]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert message in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "context", "message"),
+    [
+        ("turn", held("left", 51), 16, "has 36 frames after its context, 48 or more"),
+        ("walk", held("left", 31), 15, "a context of 15 frames, these weights make 4 at a time"),
+    ],
+)
+def test_truth_that_does_not_fit_is_refused(tiny, tmp_path, capsys, kind, keys, context, message):
+    width, height = EmbeddedWorld.random("tiny").spec.video_size
+    whole = episode(kind, keys, context=context)
+    frames = whole.frames[:, :height, :width].copy()
+    save_episode(tmp_path / kind, replace(whole, frames=frames), packed=False)
+    arguments = ["--weights", str(tiny), "--truth", str(tmp_path), "--device", "cpu"]
+    assert main(["evaluate-world", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_truth_of_another_size_is_refused(tiny, tmp_path, capsys):

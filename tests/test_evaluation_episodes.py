@@ -68,6 +68,8 @@ def test_an_episode_comes_back_as_it_was(tmp_path, packed):
         ({"keys": "abc"}, "damaged"),
         ({"index": [0, 1]}, "damaged"),
         ({"poses": []}, "parts do not fit"),
+        ({"poses": [[float("nan")] * 3] * 6}, "parts do not fit"),
+        ({"origin": {}}, "parts do not fit"),
     ],
 )
 def test_a_damaged_episode_is_refused(tmp_path, change, match):

@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     missed = [row.spec.key for row in wanted if not row.ok]
     maps = maps_of(episodes)
     if maps < LEAST_MAPS:
-        say(f"{maps} maps: the table asks for {LEAST_MAPS} or more, see --subset full")
+        say(f"maps measured: {maps}; the table asks for {LEAST_MAPS} or more, see --subset full")
     say(f"{len(wanted) - len(missed)} of {len(wanted)} rows are as wanted")
     document = {
         **_about(arguments, world, episodes),
@@ -130,7 +130,7 @@ def _episodes(arguments: argparse.Namespace, world: EmbeddedWorld) -> list[Episo
 
     spec = world.spec
     if arguments.truth is not None:
-        return full_episodes(arguments.truth, spec.video_size)
+        return full_episodes(arguments.truth, spec.video_size, spec.cache.frames_per_chunk)
     return small_episodes(ASSETS, spec.video_size, spec.cache.frames_per_chunk)
 
 

@@ -149,6 +149,7 @@ def _check(path: Path, episode: Episode) -> None:
         and bool((np.diff(episode.index) > 0).all())
         and episode.index[0] >= 0
         and episode.index[-1] < length
+        and bool(np.isfinite(episode.poses).all())
         and type(episode.origin.get("map_seed")) is int
     )
     if not fits:

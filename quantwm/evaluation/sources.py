@@ -19,8 +19,9 @@ SMALL_SCENES = 3
 """Start scenes whose chunks are predicted in the small subset; all twelve would take a minute."""
 
 
-def full_episodes(folder: Path, size: tuple[int, int]) -> list[Episode]:
-    """Episodes that training.truth made, of frames of size (width, height). UserError otherwise."""
+def full_episodes(folder: Path, size: tuple[int, int], chunk: int) -> list[Episode]:
+    """Episodes that training.truth made, of frames of size (width, height), with a context of whole
+    chunks of `chunk` frames. UserError otherwise."""
     episodes = load_folder(folder)
     for episode in episodes:
         height, width = episode.frames.shape[1:3]
@@ -29,17 +30,23 @@ def full_episodes(folder: Path, size: tuple[int, int]) -> list[Episode]:
                 f"the truth in {folder} has frames of {width} x {height}, these weights make "
                 f"{size[0]} x {size[1]}; make truth of that size"
             )
-        _need_whole(folder, episode)
+        _need_whole(folder, episode, chunk)
     return episodes
 
 
-def _need_whole(folder: Path, episode: Episode) -> None:
-    """UserError for an episode that lacks frames or is too short for what its kind measures."""
+def _need_whole(folder: Path, episode: Episode, chunk: int) -> None:
+    """UserError for an episode that lacks frames, is too short for what its kind measures or does
+    not begin with whole chunks."""
     said = f"the {episode.kind} episode of map {episode.origin['map_seed']} in {folder}"
     if len(episode.index) < episode.length:
         raise UserError(
             f"{said} holds {len(episode.index)} of its {episode.length} frames: part of a small "
             "subset? Leave out --truth, or make whole truth with python -m training.truth --out DIR"
+        )
+    if episode.context % chunk:
+        raise UserError(
+            f"{said} has a context of {episode.context} frames, these weights make {chunk} at a "
+            "time; make truth with a context of whole chunks"
         )
     least = SHORTEST[episode.kind]
     if episode.length - episode.context < least:
