@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks, tuning
-from kernels.decode_rows import affine_block, ternary_block
+from kernels.decode_rows import affine_piece, ternary_block
 from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
 
@@ -69,12 +69,15 @@ def decode_affine_kernel(
     Grid (token blocks, heads of out). RANK 0 leaves the correction out.
     """
     out_head = tl.program_id(1).to(tl.int64)
-    affine_block(
-        out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
-        codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
-        coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
-        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
-    )  # fmt: skip
+    first = start + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(stop, first + BLOCK_N)
+    while first < last:
+        first = affine_piece(
+            out_ptr, out_stride_h, out_stride_n, offset, start, first, last, out_head,
+            out_head + first_head, codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr,
+            chunk_stops_ptr, zeros_ptr, coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens,
+            n_chunks, first_corrected, K, D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit

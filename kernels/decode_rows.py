@@ -151,62 +151,52 @@ def ternary_block(
 
 
 @triton.jit
-def affine_block(
-    out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, head,
+def affine_piece(
+    out_ptr, out_stride_h, out_stride_n, offset, start, first, last, out_head, head,
     codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
     coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The same of an affine span, chunk by chunk: a chunk has a scale of its scales.
+    """Tokens from `first` on of a span's head, to the end of their chunk or to `last`: where it
+    ended. A chunk has a scale of its scales. Token `start` goes to `offset` in out.
 
     With a correction STEP are not tokens of a step but channels of a pass.
     """
     groups: tl.constexpr = D // GROUP
-    # Tokens in 32 bits and pointers of the head: what lives beside a step's tile are registers.
-    first = (start + tl.program_id(0) * BLOCK_N).to(tl.int32)
-    last = tl.minimum(stop, first + BLOCK_N).to(tl.int32)
-    many = tl.cast(n_tokens, tl.int64)
-    out_ptr += out_head * out_stride_h + tl.cast(offset - start, tl.int64) * out_stride_n
-    codes_ptr += head * many * (D // 16)
-    ids_ptr += head * many
-    centroids_ptr += head * K * D
-    scales_ptr += head * many * groups
-    zeros_ptr += head * ((many * groups + 3) // 4)
-    secondary_ptr += head * n_chunks
+    chunk = 0
     chunks = tl.cast(n_chunks, tl.int32) - 1
+    chunk_stop = tl.load(chunk_stops_ptr)
+    while (chunk_stop <= first) & (chunk < chunks):
+        chunk += 1
+        chunk_stop = tl.load(chunk_stops_ptr + chunk)
+    ends = tl.where(chunk < chunks, tl.minimum(chunk_stop, last), last)
+    secondary = tl.load(secondary_ptr + head * n_chunks + chunk).to(tl.float32)
+    step = tl.div_rn(secondary, 255.0)
+    out_ptr += out_head * out_stride_h + (offset - start + first.to(tl.int64)) * out_stride_n
+    centroids_ptr += head * K * D
+    many = tl.cast(n_tokens, tl.int64)
+    zeros_ptr += head * ((many * groups + 3) // 4)
+    at = head * many + first
+    begin = first.to(tl.int64) * groups
     if RANK > 0:
         basis_ptr += head * D * RANK
-        row = head * many - (head + 1) * first_corrected
-        coefficients_ptr += row * RANK
-        row_scales_ptr += row
-        uncorrected = tl.cast(first_corrected, tl.int32)
-    chunk = 0
-    chunk_stop = tl.load(chunk_stops_ptr)
-    while first < last:
-        while (chunk_stop <= first) & (chunk < chunks):
-            chunk += 1
-            chunk_stop = tl.load(chunk_stops_ptr + chunk)
-        ends = tl.where(chunk < chunks, tl.minimum(chunk_stop, last), last)
-        step = tl.div_rn(tl.load(secondary_ptr + chunk).to(tl.float32), 255.0)
-        at = first.to(tl.int64)
-        begin = at * groups
-        if RANK > 0:
-            for channel in range(0, D, STEP):
-                group = begin + channel // GROUP
-                corrected_rows(
-                    out_ptr + (at * out_stride_n + channel), out_stride_n, ends - first,
-                    codes_ptr + (at * (D // 16) + channel // 16), ids_ptr + at,
-                    centroids_ptr + channel, scales_ptr + group, step, zeros_ptr + group // 4,
-                    (group % 4).to(tl.int32), uncorrected - first, coefficients_ptr + at * RANK,
-                    row_scales_ptr + at, basis_ptr + channel * RANK, D, STEP, GROUP, RANK,
-                    RANK_PAD, DOT_DTYPE,
-                )  # fmt: skip
-        else:
-            affine_rows(
-                out_ptr + at * out_stride_n, out_stride_n, ends - first,
-                codes_ptr + at * (D // 16), ids_ptr + at, centroids_ptr, scales_ptr + begin, step,
-                zeros_ptr + begin // 4, (begin % 4).to(tl.int32), D, GROUP, STEP,
-                tl.bfloat16 == DOT_DTYPE,
+        row = at - (head + 1) * first_corrected
+        for channel in range(0, D, STEP):
+            group = begin + channel // GROUP
+            corrected_rows(
+                out_ptr + channel, out_stride_n, ends - first,
+                codes_ptr + (at * (D // 16) + channel // 16), ids_ptr + at,
+                centroids_ptr + channel, scales_ptr + (at * groups + channel // GROUP), step,
+                zeros_ptr + group // 4, (group % 4).to(tl.int32),
+                tl.cast(first_corrected, tl.int32) - first, coefficients_ptr + row * RANK,
+                row_scales_ptr + row, basis_ptr + channel * RANK, D, STEP, GROUP, RANK, RANK_PAD,
+                DOT_DTYPE,
             )  # fmt: skip
-        first = ends
+    else:
+        affine_rows(
+            out_ptr, out_stride_n, ends - first, codes_ptr + at * (D // 16), ids_ptr + at,
+            centroids_ptr, scales_ptr + at * groups, step, zeros_ptr + begin // 4,
+            (begin % 4).to(tl.int32), D, GROUP, STEP, tl.bfloat16 == DOT_DTYPE,
+        )  # fmt: skip
+    return ends

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode import Decoder, decode_affine_kernel, decode_ternary_kernel
-from kernels.decode_rows import affine_block, ternary_block
+from kernels.decode_rows import affine_piece, ternary_block
 from kernels.launch import launch
 
 WORTHWHILE = 1 << 24
@@ -64,11 +64,13 @@ def affine_spans_kernel(
     directions, whose address in the table is a multiple of this, so that loads are wide."""
     row = table_ptr + tl.program_id(1) // n_heads * 17
     out_head = (tl.program_id(1) % n_heads).to(tl.int64)
-    start, stop = tl.load(row + 1), tl.load(row + 2)
-    if start + tl.program_id(0) * BLOCK_N < stop:
-        affine_block(
-            out_ptr, out_stride_h, out_stride_n, tl.load(row), start, stop, out_head,
-            out_head + first_head,
+    first = tl.load(row + 1).to(tl.int32) + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(tl.load(row + 2).to(tl.int32), first + BLOCK_N)
+    while first < last:
+        # Read again for every piece, so that of a row only its address is held beside the tile.
+        first = affine_piece(
+            out_ptr, out_stride_h, out_stride_n, tl.load(row), tl.load(row + 1), first, last,
+            out_head, out_head + first_head,
             tl.load(row + 3).to(tl.pointer_type(tl.int32)),
             tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
             tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
@@ -80,7 +82,7 @@ def affine_spans_kernel(
             tl.load(row + 11).to(tl.pointer_type(tl.float16)),
             tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)), ALIGNED),
             tl.load(row + 13), tl.load(row + 14), tl.load(row + 15), tl.load(row + 16),
-            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
+            D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
         )  # fmt: skip
 
 
