@@ -1,8 +1,9 @@
 """Decode a range of a span straight into the attention's buffer (the staged path), or copy it.
 
 Floor, keys and values of 40 x 4,680 x 128 on an H200 that fills 3,375 GB/s: 96 MB written and 13
-to 16 read, 32 us. Reached before loads went a step ahead (decode_rows.py), which has not run on a
-GPU: ternary 0.047 ms, 68%; affine with PSAC on the keys 0.077 ms, 42%.
+to 16 read, 32 us. Reached by the build before, of 14 to 15 instructions a value: ternary 0.046 ms,
+70%; affine with PSAC on the keys 0.065 ms, 49%. This one has half of them (decode_rows.py) and has
+not run on a GPU.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 What a tensor core leaves in a thread are two neighbouring columns of each eight, in rows 8 apart.
 Here the columns of the product are dealt out so that these are 8 neighbouring channels of two
-tokens, which is what the thread decodes and stores. A program is one warp, so there is nothing to
-share and no barrier, and the directions stay in registers as the product's operand.
+tokens, which is what the thread decodes and stores. A program is one warp, which waits for no
+other, and finds the directions in its shared memory: 10.9 instructions a value at head dim 128 and
+rank 8 (triton 3.6.0), where four warps that shared products of 64 tokens took 15.3.
 """
 
 from __future__ import annotations
