@@ -75,12 +75,12 @@ def test_kill_9_leaves_a_session_that_reads_to_the_last_frames(tmp_path):
 
 
 def test_a_disk_that_fills_up_ends_the_recording_and_keeps_what_there_is(tmp_path):
-    """The kernel itself refuses: no file of the child may grow beyond 40 kB."""
+    """The kernel itself refuses: no file of the child may grow beyond 150 kB."""
     done = in_child(
         """
         writer = SessionWriter(folder, make_info())
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000))
         count = 0
         for index in range(1, 60):
             writer.write(make_block(index, ACTIONS[0]))
