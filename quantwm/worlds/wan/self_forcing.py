@@ -80,12 +80,10 @@ class SelfForcing:
         self.cache.begin_chunk(first_frame, len(x))
         try:
             camera = self._camera(conditions)
-            action = self._action(first_frame, len(x), conditions, clean=False)
             for index, step in enumerate(steps):
                 if index:
                     x = add_noise(trace[-1].x0, renoise(index), step.renoise_sigma)
-                given = (conditions, camera, action)
-                flow = self._flow(first_frame, x, step.timestep, *given, clean=False)
+                flow = self._flow(first_frame, x, step.timestep, conditions, camera, clean=False)
                 trace.append(StepTrace(step.timestep, x, flow, to_x0(x, flow, step.sigma)))
         finally:
             self.cache.abort_chunk()
@@ -99,9 +97,7 @@ class SelfForcing:
         self.cache.begin_chunk(first_frame, len(x))
         try:
             camera = self._camera(conditions)
-            action = self._action(first_frame, len(x), conditions, clean=True)
-            given = (conditions, camera, action)
-            flow = self._flow(first_frame, x, self.clean_timestep, *given, clean=True)
+            flow = self._flow(first_frame, x, self.clean_timestep, conditions, camera, clean=True)
             self.cache.finalize_chunk()
         finally:
             self.cache.abort_chunk()
@@ -117,7 +113,6 @@ class SelfForcing:
         timestep: float,
         conditions: Conditions,
         camera: torch.Tensor | None,
-        action: ActionPass | None,
         clean: bool,
     ) -> torch.Tensor:
         frames = len(x)
@@ -129,7 +124,7 @@ class SelfForcing:
             attention=AbsoluteAttention(self.cache, first_frame, frames, self.grid, clean),
             context=self.context,
             camera=camera,
-            action=action,
+            action=self._action(first_frame, frames, conditions, clean),
         )
         return self.forward(latents, inputs).transpose(0, 1)
 
