@@ -18,7 +18,7 @@ from training.progress import Log
 
 
 class FrameSource:
-    """The episodes that are being recorded, by this run or by another in the same folder.
+    """Starts the recorders and hands out what they have made so far.
 
     Unseen and training maps are recorded side by side, and training goes on with more of them as
     they come: waiting for all would leave the GPU idle for minutes.

@@ -327,6 +327,8 @@ def main() -> None:
     parser.add_argument("--maps", nargs="+", help="only these of its maps")
     args = parser.parse_args()
     require_engine()
+    if args.maps and args.wad is None:
+        raise UserError("--maps names maps of a WAD; give --wad FILE too")
     own = OwnMaps(args.wad.resolve(), choose_names(args.wad, args.maps)) if args.wad else None
     open_folder(args.out, "--out")
     need_between("--pieces", args.pieces, 0, 1)

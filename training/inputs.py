@@ -53,10 +53,9 @@ def need_between(option: str, value: float, low: float, high: float | None = Non
     raise UserError(f"{option} must be {wanted}, got {value}")
 
 
-def check_frames_fit(episodes: int, bytes_of_one: int, free: int | None) -> None:
-    """UserError when a pool of frames is larger than what it may take of `free` bytes; None: not
-    known, then it is tried."""
-    of_one = bytes_of_one
+def check_frames_fit(episodes: int, of_one: int, free: int | None) -> None:
+    """UserError when the frames of `episodes`, of_one bytes each, are more than they may take of
+    `free` bytes; None: not known, then it is tried."""
     if free is not None and episodes * of_one > KEPT_FREE * free:
         raise UserError(
             f"the frames of {episodes} episodes take {episodes * of_one / 1e9:.1f} GB and "

@@ -170,7 +170,9 @@ def _statistics(
     progress_done()
     lines = cells(result)
     say(table(lines))
-    document = {**_about(arguments, world, episodes), **result}
+    # of every episode that there is, whatever --subset says of the table's amounts
+    subset = "small" if arguments.truth is None else "full"
+    document = {**_about(arguments, world, episodes), "subset": subset, **result}
     _write(arguments.out, "statistics", document, lines, [])
     emit(document)
     return 0
