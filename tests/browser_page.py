@@ -97,7 +97,7 @@ def open_page(browser, server) -> Iterator[Callable[..., object]]:
     contexts = []
     faults: list[str] = []
 
-    def opened(url: str = server.url, **options: object) -> object:
+    def opened(url: str = server.url, shown: str = ".qwm-key", **options: object) -> object:
         options = {"viewport": {"width": 1280, "height": 860}, **options}
         context = browser.new_context(**options)
         contexts.append(context)
@@ -106,7 +106,7 @@ def open_page(browser, server) -> Iterator[Callable[..., object]]:
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", lambda request: faults.extend(outside(request.url)))
         page.goto(url)
-        page.wait_for_selector(".qwm-key")
+        page.wait_for_selector(shown)
         return page
 
     server.backend.fail = None

@@ -215,10 +215,8 @@ def test_every_control_has_a_name_and_the_page_fits_a_phone(
 ) -> None:
     frames = random_frames(4)
     files = [write_video(tmp_path / f"{n}.mkv", frames) for n in ("a", "b")]
-    page = open_page()
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.goto(server.url + "inspect")
-    page.wait_for_selector('[data-do="files"]')
+    phone = {"width": 390, "height": 844}
+    page = open_page(server.url + "inspect", '[data-do="files"]', viewport=phone)
     page.set_input_files('[data-in="files"]', [str(path) for path in files])
     ready(page, "a.mkv | b.mkv")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -248,9 +246,7 @@ def test_videos_of_any_origin_are_exact_on_the_screen(
 ) -> None:
     a, b = random_frames(5), random_frames(5, seed=1)
     files = [write_video(tmp_path / "a.mkv", a), write_video(tmp_path / "b.mkv", b)]
-    page = open_page()
-    page.goto(server.url + "inspect")
-    page.wait_for_selector('[data-do="files"]')
+    page = open_page(server.url + "inspect", '[data-do="files"]')
     page.set_input_files('[data-in="files"]', [str(path) for path in files])
     ready(page, "a.mkv | b.mkv")
     for number in range(3):
