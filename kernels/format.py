@@ -7,14 +7,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 CODES_PER_BYTE = 4
-CODES_PER_WORD = 16  # a little-endian int32 holds channels 16w .. 16w+15, two bits each
 MAX_CENTROIDS = 256  # ids are uint8
 MAX_CANDIDATES = 4  # of QSAC
-TERNARY_OFFSET = 1  # qvg stores {-1, 0, 1} + 1
 E4M3_MAX = 448.0
-E4M3_MIN_NORMAL = 2.0**-6
-E4M3_SUBNORMAL_STEP = 2.0**-9
-SCALE_CODE_MAX = 255
 COEFFICIENT_MAX = 127
 
 FUSED_HEAD_DIMS = (64, 128)

@@ -1,5 +1,5 @@
 // The pictures: a canvas per pane, one zoom and one place for all of them, pointer and line.
-import { make, out, title } from "./dom.js";
+import { make, out } from "./dom.js";
 
 const MOST_ZOOM = 32;
 
@@ -178,8 +178,4 @@ export class Panes {
       this.zoomBy(event.deltaY < 0 ? 1.25 : 0.8, ...this.place(event, canvas));
     }, { passive: false });
   }
-}
-
-export function laneHead(lane, number, small = "") {
-  return [title(lane), small, number];
 }
