@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("quantwm")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settled() -> None:
+    """What was imported and what earlier files keep is no garbage: collections, which every engine
+    asks for and a soak counts by, pass it over (engines and Wan worlds: 48 s to 27, soaks 17 to 2).
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries report at the end what they think was leaked
 
 
 @pytest.fixture(scope="session")

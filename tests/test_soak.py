@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +16,11 @@ from quantwm.errors import UserError
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A small cache, and no look at what other tests of this process left."""
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HEADS", 1), ("HEAD_DIM", 32), ("FRAME", 4), ("SPAN_TOKENS", 64)):
         monkeypatch.setattr(soak, name, value)
     monkeypatch.setattr(soak, "CHUNKS_A_SPAN", 4)
     monkeypatch.setattr(soak, "CENTROIDS", 4)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _run(method: str, chunks: int = 64) -> dict[str, Any]:
