@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as quantwm does
@@ -46,6 +47,15 @@ def shared_dir() -> Path:
     if not (folder / "tensors").is_dir():
         pytest.skip(f"recorded tensors not found in {folder} (set QUANTWM_SHARED)")
     return folder
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """As in a user's process: workers of the whole suite have one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_play_last_line(tmp_path, capsys):
     assert "identical" in err
 
 
-def test_play_writes_videos_and_replay_confirms_them(tmp_path, capsys):
+def test_play_writes_videos_and_replay_confirms_them(tmp_path, capsys, two_threads):
     pytest.importorskip("av")
     status, document, _ = play(capsys, tmp_path / "s")
     assert status == 0

@@ -32,12 +32,7 @@ WAN = ("causal_forcing", "causal_forcing_long", "lingbot_world_v2", "matrix_game
        "actions_lingbot_world")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def golden(name: str) -> GoldenSet:

@@ -96,6 +96,7 @@ def test_a_prompt_switch_recaches_the_cross_attention_only(tiny: str) -> None:
 
 
 @pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+@pytest.mark.usefixtures("two_threads")
 def test_play_and_replay_on_the_command_line(tiny: str, tmp_path: Path, capsys) -> None:
     out = tmp_path / "session"
     play = ["play", "--world", "tiny", "--actions", "w-6", "--lanes", "bf16", "--seed", "2",
