@@ -200,7 +200,8 @@ def test_heads_of_many_layers_are_encoded_as_those_of_one(
     for module in (qvg, qvg_pro, quantwm):
         monkeypatch.setattr(module, "ops_for", lambda device: OPS)
     monkeypatch.setattr(tuning, "UPDATE_SPLIT_TOKENS", 1)
-    fmt = make_format(name, centroids=5, group_size=16)
+    settings = {"stages": 2} if name == "qvg-pro" else {}
+    fmt = make_format(name, centroids=5, group_size=16, **settings)
     generator, slots, shape = torch.Generator().manual_seed(5), (2, 0, 1), (3, 2, 37, 64)
     k, v = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
     weights = torch.rand(3, 2, 64, generator=generator) + 0.5
