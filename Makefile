@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/.runtime
 	$(BIN)/python app.py
 
-# A worker per core, each on one thread: half the time of one process on two threads.
+# A worker per core, each on one thread (tests/conftest.py).
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
 
