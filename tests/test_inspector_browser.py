@@ -122,6 +122,17 @@ def test_every_view_shows_what_it_says(live) -> None:
     assert noisy > still + 5
 
 
+def test_excess_is_of_the_size_of_changes_not_of_their_direction(live) -> None:
+    _, frame = live
+    heat = frame.evaluate("""async () => {
+      const { excess } = await import("./inspect/web/pixels.js");
+      const grey = (v) => new ImageData(new Uint8ClampedArray([v, v, v, 255]), 1, 1);
+      return [[120, 100, 100, 120], [120, 100, 110, 110]].map((levels) =>
+        [...excess(...levels.map(grey), 4).data.slice(0, 3)]);
+    }""")
+    assert heat[0] == [0, 0, 0] and heat[1][0] > 50
+
+
 def test_blinking_is_off_until_asked_and_slow(live) -> None:
     page, frame = live
     frame.focus(".panes")

@@ -26,7 +26,7 @@ from quantwm.report.plan import rollout_jobs, units_of
 from quantwm.report.plots import to_svg
 from quantwm.report.pool import Failure, Workers, WorldSource, run_tasks, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
-from quantwm.report.sections.flicker import _recall_verdicts
+from quantwm.report.sections.flicker import _minute_verdict, _recall_verdicts
 from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from tests.cache_helpers import SPEC, run_chunk
@@ -181,6 +181,23 @@ def test_verdicts_follow_the_numbers():
     assert (less.word, more.word) == ("holds", "does not hold")
     assert both("c", [less, more]).word == "does not hold"
     assert both("c", [less, less]).word == "holds"
+
+
+@pytest.mark.parametrize(
+    ("ours", "word"),
+    [((0.60, 0.59, 0.61), "holds"), ((0.60, 0.49, 0.71), "undecided"),
+     ((0.90, 0.89, 0.91), "does not hold")],
+)  # fmt: skip
+def test_a_minute_is_undecided_while_intervals_overlap(ours, word):
+    lanes = {
+        name: {"consistency": figure(*scores, count=8)}
+        for name, scores in (
+            ("bf16", (0.6, 0.6, 0.6)),
+            ("qvg", (0.5, 0.49, 0.51)),
+            ("quantwm", ours),
+        )
+    }
+    assert _minute_verdict(lanes, 60.0).word == word
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _table(results: list[dict[str, Any]]) -> str:
                 number(result["warping_error"]),
                 number(result["warping_error_reference"]),
                 number(result["sharpness"] / sharp if sharp else None, 2),
-                str(result["divergence_frame"] or "-"),
+                "-" if result["divergence_frame"] is None else str(result["divergence_frame"]),
             ]
         )
     windows = [["video", "window", "PSNR pooled", "SSIM", "excess"]]

@@ -6,7 +6,7 @@ export const CURVES = {
   psnr: ["PSNR to the reference", "dB", "Fidelity of every frame; from 60 dB on, equal frames included, on the top line (99 in the CSV: identical). Once free-running lanes have parted, it says that they show different things, not how good they are."],
   ssim: ["SSIM to the reference", "", "11 x 11 Gaussian window, 1 is identical."],
   lpips: ["LPIPS to the reference", "", "A learned distance (AlexNet), 0 is identical: nearer to what people see than PSNR."],
-  excess: ["Excess flicker", "levels", "Mean |change of the lane - change of the reference| from one frame to the next: change that the reference does not have."],
+  excess: ["Excess flicker", "levels", "Mean difference between how much the lane changes from one frame to the next and how much the reference does, whichever changes more."],
   temporal: ["Change in time", "levels", "Mean |x(t) - x(t-1)|: motion and flicker together.", "temporal_reference"],
   warping: ["Flow-warping error", "levels", "What stays after the motion is taken out by optical flow, where the flow is sure.", "warping_reference"],
   sharpness: ["Sharpness", "gradient energy", "Mean squared gradient: a lane that blurs sinks.", "sharpness_reference"],

@@ -9,14 +9,20 @@ const NAMED = { ",": "back", ".": "forward", "[": "in", "]": "out", "\\": "whole
 // does: { state, actions, panes, tokens, view(name), point(x, y), slice(line), stepBy(n), say(text) }
 export function listen(does) {
   const { state, actions, panes } = does;
-  let from = null; // where a line begins that Enter will end
+  let begun = null; // where a line of a clip begins that Enter will end
+
+  function beginning() {
+    if (panes.tool !== "slice" || (begun && begun.clip !== state.clip)) begun = null;
+    return begun && begun.at;
+  }
 
   function move([dx, dy], step) {
     const [width, height] = state.clip.info.size;
     const [x, y] = state.cross || [width >> 1, height >> 1];
     does.point(Math.min(Math.max(x + step * dx, 0), width - 1), Math.min(Math.max(y + step * dy, 0), height - 1));
     panes.reveal(...state.cross);
-    if (from && panes.tool === "slice") panes.line = [...from, ...state.cross];
+    const from = beginning();
+    if (from) panes.line = [...from, ...state.cross];
     panes.draw();
     const [column, row] = state.cross;
     does.say("Pixel " + column + ", " + row + ": " + state.clip.lanes.map((lane, number) => {
@@ -27,14 +33,14 @@ export function listen(does) {
 
   function enter() {
     if (!state.cross) move([0, 0], 0);
-    const [x, y] = state.cross;
+    const [x, y] = state.cross, from = beginning();
     if (panes.tool === "patch") does.tokens.ask(x, y, state.frame);
-    else if (panes.tool === "slice" && from) {
+    else if (from) {
       does.slice([...from, x, y]);
       does.say("Slice from " + from.join(", ") + " to " + x + ", " + y);
-      from = null;
+      begun = null;
     } else if (panes.tool === "slice") {
-      from = [x, y];
+      begun = { at: [x, y], clip: state.clip };
       does.say("The line begins at " + x + ", " + y + "; move and press Enter again");
     }
   }

@@ -29,13 +29,13 @@ export function change(now, before, gain) {
   return out;
 }
 
-// |(x_t - x_(t-1)) of the lane - the same of the reference|: change that the reference does not have.
+// ||x_t - x_(t-1)| of the lane - the same of the reference|, as the curve and docs/metrics.md have it.
 export function excess(now, before, referenceNow, referenceBefore, gain) {
   const out = new ImageData(now.width, now.height);
   const a = now.data, b = before.data, c = referenceNow.data, d = referenceBefore.data;
   for (let i = 0; i < a.length; i += 4) {
     let sum = 0;
-    for (let k = i; k < i + 3; k += 1) sum += Math.abs(a[k] - b[k] - (c[k] - d[k]));
+    for (let k = i; k < i + 3; k += 1) sum += Math.abs(Math.abs(a[k] - b[k]) - Math.abs(c[k] - d[k]));
     heat(out.data, i, (gain * sum) / 765);
   }
   return out;
