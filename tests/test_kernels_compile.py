@@ -87,17 +87,20 @@ def has_dot(launched: Launched) -> bool:
 ALONE = "COMPILED_ALONE"
 
 
-def passes_alone(test: str) -> bool:
-    """Whether a test passes where no other ran before, as a user's process compiles.
+def fails_alone(test: str) -> str:
+    """What a test says where no other ran before, as a user's process compiles; "" if it passes.
 
     decode_affine at 256 channels once had 8 bytes of stack and 80 registers at the end of a whole
     run; of 236 compilations without other tests before them none had any (96 registers).
     """
     if os.environ.get(ALONE):
-        return False
+        return "this is the process of its own"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
     root = Path(__file__).parent.parent
-    return subprocess.run(command, env={**os.environ, ALONE: "1"}, cwd=root).returncode == 0
+    own = subprocess.run(
+        command, env={**os.environ, ALONE: "1"}, cwd=root, capture_output=True, text=True
+    )
+    return own.stdout[-3000:] + own.stderr[-1000:] if own.returncode else ""
 
 
 @pytest.mark.parametrize(
@@ -119,7 +122,8 @@ def test_every_launch_row_compiles(
         # 8 bytes outside the loop of the row that is the fastest on an H200 all the same.
         allowed = 16 if launched.kernel.__name__ == "update_kernel" else 0
         if used["STACK"] > allowed or used["LOCAL"]:
-            assert passes_alone(request.node.nodeid), f"spills: {used} {label}"
+            said = fails_alone(request.node.nodeid)
+            assert not said, f"spills: {used} {label}; in a process of its own: {said}"
             warnings.warn(f"spills here, not in a process of its own: {used} {label}", stacklevel=1)
         assert used["REG"] <= REGISTER_LIMIT, label
         assert compiled.metadata.shared <= SHARED_LIMIT, label
