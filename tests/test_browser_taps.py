@@ -29,12 +29,15 @@ def test_taps_are_not_lost_on_a_slow_line(open_page, server) -> None:
     drive(page)
     page.evaluate(
         """const real = window.fetch;
+        window.sent = [];
         window.fetch = async (...all) => {
+          window.sent.push(String(all[1]?.body));
           await new Promise((done) => setTimeout(done, 250));
           return real(...all);
         }"""
     )
-    for key in ("KeyW", "ArrowLeft"):  # the second tap is over before its snapshot can leave
-        page.keyboard.press(key, delay=20)
+    page.keyboard.press("KeyW", delay=20)
+    page.wait_for_function("""window.sent.some((body) => body.includes('"w"'))""")
+    page.keyboard.press("ArrowLeft", delay=20)  # over before its snapshot can leave
     until(lambda: len(engine_of(server).actions) == 2, "two chunks")
     assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
