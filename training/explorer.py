@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from training.moves import Moves, StuckError, face, go_to, hold
+from training.moves import Mover, Moves, face, go_to, hold
 from training.walker import FULL_TURN, KeyNames, Pose
 
 STEP = 33.0  # map units walked in a frame
@@ -17,7 +17,7 @@ SHARES = {False: (0.56, 0.08, 0.14, 0.12, 0.10), True: (0.25, 0.25, 0.05, 0.40, 
 """Of strolls, full turns, looks round, ways back and rests; True: in an episode of pieces."""
 
 
-class Explorer:
+class Explorer(Mover):
     """Chooses the keys of the next frame from the pose alone."""
 
     def __init__(self, seed: int, pieces: bool = False) -> None:
@@ -25,23 +25,16 @@ class Explorer:
         self._rng = np.random.default_rng((seed, 7))
         self._shares = SHARES[pieces]
         self._crumbs: list[tuple[float, float]] = []
-        self._moves: Moves | None = None
 
     def keys(self, pose: Pose) -> KeyNames:
         """Keys to hold during the next frame."""
         self._remember(pose)
-        while True:
-            started = self._moves is not None
-            if self._moves is None:
-                self._moves = self._next(pose)
-            try:
-                return self._moves.send(pose) if started else next(self._moves)
-            except StopIteration:
-                self._moves = None
-            except StuckError:  # the way back is barred, by a step up or a door that closed
-                self._crumbs = [(pose.x, pose.y)]
-                self._moves = self._away(pose)
-                return next(self._moves)
+        return super().keys(pose)
+
+    def _unstuck(self, pose: Pose) -> Moves:
+        """The way back is barred, by a step up or a door that closed."""
+        self._crumbs = [(pose.x, pose.y)]
+        return self._away(pose)
 
     def _remember(self, pose: Pose) -> None:
         here = (pose.x, pose.y)

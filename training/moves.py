@@ -26,6 +26,34 @@ class StuckError(Exception):
     """A walk did not reach its point; the caller takes another door or another map."""
 
 
+class Mover:
+    """Chooses the keys of the next frame by making one move after the other."""
+
+    _moves: Moves | None = None
+
+    def keys(self, pose: Pose) -> KeyNames:
+        """Keys to hold during the next frame."""
+        while True:
+            started = self._moves is not None
+            if self._moves is None:
+                self._moves = self._next(pose)
+            try:
+                return self._moves.send(pose) if started else next(self._moves)
+            except StopIteration:
+                self._moves = None
+            except StuckError:
+                self._moves = self._unstuck(pose)
+                return next(self._moves)
+
+    def _next(self, pose: Pose) -> Moves:
+        """The move after the last one."""
+        raise NotImplementedError
+
+    def _unstuck(self, pose: Pose) -> Moves:
+        """The move after one that did not reach its point; of one frame at least."""
+        raise NotImplementedError
+
+
 def hold(pose: Pose, keys: KeyNames, frames: int) -> Moves:
     """The same keys for some frames."""
     for _ in range(frames):

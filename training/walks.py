@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from training.maps import GameMap
-from training.moves import Moves, StuckError, full_turn, hold, long_walk, there_and_back
-from training.walker import KeyNames, Pose, Walker
+from training.moves import Mover, Moves, full_turn, hold, long_walk, there_and_back
+from training.walker import Pose, Walker
 
 KINDS = (full_turn, there_and_back, long_walk)
 SHARES = (0.3, 0.5, 0.2)
@@ -22,28 +22,17 @@ def is_of_pieces(seed: int, share: float) -> bool:
     return bool(np.random.default_rng((seed, 5)).random() < share)
 
 
-class PieceWalker:
+class PieceWalker(Mover):
     """Chooses the keys of the next frame: a little ordinary walking, rest, a piece, and again."""
 
     def __init__(self, game_map: GameMap, seed: int) -> None:
         self._map = game_map
         self._rng = np.random.default_rng((seed, 6))
         self._walker = Walker(game_map, seed)
-        self._moves: Moves | None = None
 
-    def keys(self, pose: Pose) -> KeyNames:
-        """Keys to hold during the next frame."""
-        while True:
-            started = self._moves is not None
-            if self._moves is None:
-                self._moves = self._next(pose)
-            try:
-                return self._moves.send(pose) if started else next(self._moves)
-            except StopIteration:
-                self._moves = None
-            except StuckError:  # a piece of furniture in the way: walk on, and try another piece
-                self._moves = self._walk(pose, 16)
-                return next(self._moves)
+    def _unstuck(self, pose: Pose) -> Moves:
+        """A piece of furniture is in the way: walk on, and try another piece."""
+        return self._walk(pose, 16)
 
     def _next(self, pose: Pose) -> Moves:
         pose = yield from self._walk(pose, int(self._rng.integers(4, 33)))
