@@ -38,6 +38,29 @@ def agree_beside(method: str, device: torch.device) -> None:
             require(torch.equal(one, two), f"{method}: encoded beside the model, a cache differs")
 
 
+def agree_replays(method: str, device: torch.device) -> None:
+    """Disagreement unless launches that are made again give what a reading anew gives."""
+    generator = torch.Generator(device).manual_seed(4)
+    name, settings = split_method(method)
+    cache = KVCache(SPEC, make_format(name, **settings), POLICY, device=device)
+    shape = (SPEC.heads, SPEC.tokens_per_chunk, SPEC.head_dim)
+    q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+    for number in range(4):
+        cache.begin_chunk(number * SPEC.frames_per_chunk, SPEC.frames_per_chunk)
+        for clean in (False, False, True):
+            for layer in range(SPEC.layers):
+                for tensor in (q, k, v):
+                    tensor.normal_(generator=generator)
+                if clean:
+                    cache.attend(layer, q, k, v, clean=True)
+                    continue
+                again = cache.attend(layer, q, k, v)
+                cache._replays.forget()
+                same = torch.equal(again, cache.attend(layer, q, k, v))
+                require(same, f"{method}: a reading that is launched again differs")
+        cache.finalize_chunk()
+
+
 def _history(method: str, device: torch.device) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(3)
     name, settings = split_method(method)

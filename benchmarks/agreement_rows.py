@@ -31,4 +31,7 @@ def agree_rows(
         held = (sparse.mask, sparse.coefficients, sparse.row_scales)
         rows, scales = kernel.spread_rows(*held, tokens)
         same = torch.equal(rows, whole.coefficients) and torch.equal(scales, whole.row_scales)
+        into = torch.empty_like(whole.coefficients), torch.empty_like(whole.row_scales)
+        kernel.spread_rows(*held, tokens, into)
+        same &= torch.equal(into[0], rows) and torch.equal(into[1], scales)
         require(same, f"rows of {heads} x {tokens}, {share:.0%} of them, do not come back")

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import codec, passes
 from benchmarks.agreement import Disagreement, agree, make_case, require
-from benchmarks.agreement_beside import agree_beside
+from benchmarks.agreement_beside import agree_beside, agree_replays
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.agreement_groups import agree_groups
 from benchmarks.agreement_qtc import agree_qtc
@@ -204,7 +204,9 @@ def check_subspace(device: torch.device) -> None:
 
 
 def check_beside(device: torch.device) -> None:
-    """Encoding on a stream of its own changes no bit."""
+    """Encoding on a stream of its own changes no bit, nor does launching a reading again."""
+    for method in ("bf16", "qvg", "quantwm"):
+        agree_replays(method, device)
     for method in ("qvg", "quantwm", "quantwm:half-measures", *BASELINES):
         agree_beside(method, device)
 

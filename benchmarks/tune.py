@@ -20,8 +20,9 @@ from kernels.format import Side
 from quantwm.cache.dispatch import Ops, ops_for
 
 Axes = tuple[tuple[int, ...], ...]
-"""Tokens a program, centroids a tile (attention: queries; decoding: tokens a step), warps, pipeline
-stages and, in attention and decoding, the most registers a thread may have (0: any)."""
+"""Tokens a program, centroids a tile (attention: queries; decoding: tokens a step or, with PSAC,
+channels a pass), warps, pipeline stages and, in attention and decoding, the most registers a
+thread may have (0: any)."""
 
 KEYS = ("block_n", "block_k", "num_warps", "num_stages", "registers")
 SEARCH: dict[str, Axes] = {
@@ -30,8 +31,9 @@ SEARCH: dict[str, Axes] = {
     "UPDATE": ((64, 128), (32, 64, 128), (4, 8), (2, 3)),
     "ENCODE": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
     "ENCODE_PSAC": ((16, 32, 64, 128), (0,), (4, 8), (1,)),
-    "DECODE": ((64, 128, 256, 512), (8, 16, 32), (4, 8), (1,)),
-    "DECODE_PSAC": ((128, 256, 512), (16, 32, 64), (4, 8), (1,), (0, 128)),
+    "DECODE": ((32, 64, 128, 256), (4, 8, 16), (1, 2, 4), (1,)),
+    "DECODE_AFFINE": ((32, 64, 128, 256), (4, 8, 16), (1, 2, 4), (1,)),
+    "DECODE_PSAC": ((16, 32, 48, 64, 96, 128, 256), (64, 128), (1,), (1,), (0, 128)),
     "ENCODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
     "ENCODE_CHANNELS": ((1024, 2048, 4096, 8192), (0,), (1, 2, 4, 8), (1,)),
     "DECODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
@@ -47,10 +49,13 @@ FASTEST: dict[str, tuple[tuple[int, ...], ...]] = {
     "UPDATE": ((128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4), (128, 64, 8, 3), (256, 64, 8, 2)),
     "ENCODE": ((32, 0, 2, 1), (64, 0, 4, 1), (16, 0, 2, 1), (32, 0, 4, 1)),
     "ENCODE_PSAC": ((32, 0, 4, 1), (16, 0, 4, 1), (64, 0, 4, 1), (128, 0, 8, 1)),
-    "DECODE": ((128, 8, 4, 1), (64, 8, 4, 1), (256, 8, 4, 1), (128, 16, 8, 1), (256, 16, 8, 1),
-               (128, 16, 4, 1), (256, 16, 4, 1)),
-    "DECODE_PSAC": ((256, 64, 4, 1, 128), (512, 64, 4, 1, 128), (128, 64, 4, 1, 128),
-                    (256, 64, 4, 1, 168), (256, 16, 4, 1, 96), (256, 32, 8, 1, 128)),
+    "DECODE": ((64, 4, 1, 1), (32, 4, 1, 1), (128, 4, 1, 1), (64, 8, 1, 1), (128, 8, 1, 1),
+               (64, 8, 4, 1), (128, 8, 4, 1), (128, 16, 4, 1), (128, 8, 2, 1)),
+    "DECODE_AFFINE": ((64, 4, 1, 1), (32, 4, 1, 1), (128, 4, 1, 1), (64, 8, 1, 1), (128, 8, 1, 1),
+                      (64, 8, 4, 1), (128, 8, 4, 1), (128, 16, 4, 1), (128, 8, 2, 1)),
+    "DECODE_PSAC": ((64, 128, 1, 1, 0), (16, 128, 1, 1, 0), (32, 128, 1, 1, 0),
+                    (48, 128, 1, 1, 0), (96, 128, 1, 1, 0), (128, 128, 1, 1, 0),
+                    (256, 128, 1, 1, 0), (64, 128, 1, 1, 128), (64, 64, 1, 1, 0)),
     "ENCODE_TOKENS": ((32, 0, 4, 1), (16, 0, 4, 1), (32, 0, 8, 1), (8, 0, 2, 1)),
     "ENCODE_CHANNELS": ((8192, 0, 4, 1), (8192, 0, 8, 1), (2048, 0, 4, 1), (1024, 0, 1, 1),
                         (1024, 0, 4, 1)),
@@ -112,6 +117,9 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         ops.prepare_qvg(codes, ids, centroids, scales, group)(out, 0, 0, tokens)
 
     def decode_affine() -> None:
+        ops.prepare_quantwm(*quantwm, group, None, None, None, 0)(out, 0, 0, tokens)
+
+    def decode_corrected() -> None:
         ops.prepare_quantwm(*quantwm, group, *correction)(out, 0, 0, tokens)
 
     def fused_corrected() -> None:
@@ -132,7 +140,8 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
             x, ids, centroids, group, 1.0, case.basis, case.eigenvalues
         ),
         "DECODE": decode_ternary,
-        "DECODE_PSAC": decode_affine,
+        "DECODE_AFFINE": decode_affine,
+        "DECODE_PSAC": decode_corrected,
     }
 
 

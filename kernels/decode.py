@@ -1,8 +1,9 @@
 """Decode a range of a span straight into the attention's buffer (the staged path), or copy it.
 
 Floor, keys and values of 40 x 4,680 x 128 on an H200 that fills 3,375 GB/s: 96 MB written and 13
-to 16 read, 32 us. Reached before loads went a step ahead (decode_rows.py), which has not run on a
-GPU: ternary 0.047 ms, 68%; affine with PSAC on the keys 0.077 ms, 42%.
+to 16 read, 32 us. Reached by the build before, of 14 to 15 instructions a value: ternary 0.046 ms,
+70%; affine with PSAC on the keys 0.065 ms, 49%. This one has half of them (decode_rows.py) and has
+not run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks, tuning
-from kernels.decode_rows import affine_block, ternary_block
+from kernels.decode_rows import affine_piece, ternary_block
 from kernels.format import CODES_PER_BYTE
 from kernels.launch import PreparedLaunch, launch
 
 FLOATS = (torch.float32, torch.bfloat16)
+WIDE_RANK_REGISTERS = 200
+"""Of a thread where more than 16 directions are added; left alone, ptxas takes 168 and spills."""
 
 
 @triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop", "first_head"])
@@ -32,12 +35,14 @@ def decode_ternary_kernel(
     n_tokens,  # runtime: only in masks and addresses
     K,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """mu[id] + (code - 1) * scale in float32, rounded once. Grid (token blocks, heads of out)."""
     out_head = tl.program_id(1).to(tl.int64)
     ternary_block(
         out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
         codes_ptr, ids_ptr, centroids_ptr, scales_ptr, n_tokens, K, D, GROUP, BLOCK_N, STEP,
+        PACKED,
     )  # fmt: skip
 
 
@@ -65,12 +70,15 @@ def decode_affine_kernel(
     Grid (token blocks, heads of out). RANK 0 leaves the correction out.
     """
     out_head = tl.program_id(1).to(tl.int64)
-    affine_block(
-        out_ptr, out_stride_h, out_stride_n, offset, start, stop, out_head, out_head + first_head,
-        codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr, chunk_stops_ptr, zeros_ptr,
-        coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens, n_chunks, first_corrected, K,
-        D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
-    )  # fmt: skip
+    first = start + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(stop, first + BLOCK_N)
+    while first < last:
+        first = affine_piece(
+            out_ptr, out_stride_h, out_stride_n, offset, start, first, last, out_head,
+            out_head + first_head, codes_ptr, ids_ptr, centroids_ptr, scales_ptr, secondary_ptr,
+            chunk_stops_ptr, zeros_ptr, coefficients_ptr, row_scales_ptr, basis_ptr, n_tokens,
+            n_chunks, first_corrected, K, D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -267,7 +275,8 @@ def prepare_qvg(
     )  # fmt: skip
     constants = {
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "STEP": row.block_k,
-        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "PACKED": tuning.dot_mode(codes)[0] == torch.bfloat16, "num_warps": row.num_warps,
+        "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
@@ -299,7 +308,8 @@ def prepare_quantwm(
         checks.packed("coefficients", coefficients, torch.int8, (heads, corrected, rank))
         checks.packed("coefficient_scales", coefficient_scales, torch.float16, (heads, corrected))
         checks.packed("basis", basis, torch.bfloat16, (heads, dim, rank))
-    row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE[dim]
+    row = tuning.DECODE_PSAC[dim] if rank else tuning.DECODE_AFFINE[dim]
+    step = max(row.block_k, group_size) if rank else row.block_k  # a pass has whole groups
     fixed = (
         codes.view(torch.int32), ids, centroids, scales, secondary, chunk_stops, zeros,
         *(correction if rank else (None, None, None)),
@@ -308,10 +318,11 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "STEP": row.block_k, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
+        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": False,
     }  # fmt: skip
-    if row.registers:
-        constants["maxnreg"] = row.registers
+    registers = row.registers or (WIDE_RANK_REGISTERS if rank > 16 else 0)
+    if registers:
+        constants["maxnreg"] = registers
     prepared = PreparedLaunch(decode_affine_kernel, fixed, constants)
     return AffineDecoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

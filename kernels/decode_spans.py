@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode import Decoder, decode_affine_kernel, decode_ternary_kernel
-from kernels.decode_rows import affine_block, ternary_block
+from kernels.decode_rows import affine_piece, ternary_block
 from kernels.launch import launch
 
 WORTHWHILE = 1 << 24
@@ -34,6 +34,7 @@ def ternary_spans_kernel(
     out_ptr, out_stride_h, out_stride_n, table_ptr,
     n_heads, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """A row: offset, start and stop, then as in decode_ternary_kernel. Grid (token blocks of the
     longest span, spans times heads of out)."""
@@ -48,7 +49,7 @@ def ternary_spans_kernel(
             tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
             tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
             tl.load(row + 6).to(tl.pointer_type(tl.uint8)),
-            tl.load(row + 7), tl.load(row + 8), D, GROUP, BLOCK_N, STEP,
+            tl.load(row + 7), tl.load(row + 8), D, GROUP, BLOCK_N, STEP, PACKED,
         )  # fmt: skip
 
 
@@ -57,16 +58,19 @@ def affine_spans_kernel(
     out_ptr, out_stride_h, out_stride_n, table_ptr,
     n_heads, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A row: offset, start and stop, then as in decode_affine_kernel."""
+    """A row: offset, start and stop, then as in decode_affine_kernel. ALIGNED: of PSAC's rows and
+    directions, whose address in the table is a multiple of this, so that loads are wide."""
     row = table_ptr + tl.program_id(1) // n_heads * 17
     out_head = (tl.program_id(1) % n_heads).to(tl.int64)
-    start, stop = tl.load(row + 1), tl.load(row + 2)
-    if start + tl.program_id(0) * BLOCK_N < stop:
-        affine_block(
-            out_ptr, out_stride_h, out_stride_n, tl.load(row), start, stop, out_head,
-            out_head + first_head,
+    first = tl.load(row + 1).to(tl.int32) + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(tl.load(row + 2).to(tl.int32), first + BLOCK_N)
+    while first < last:
+        # Read again for every piece, so that of a row only its address is held beside the tile.
+        first = affine_piece(
+            out_ptr, out_stride_h, out_stride_n, tl.load(row), tl.load(row + 1), first, last,
+            out_head, out_head + first_head,
             tl.load(row + 3).to(tl.pointer_type(tl.int32)),
             tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
             tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
@@ -74,16 +78,18 @@ def affine_spans_kernel(
             tl.load(row + 7).to(tl.pointer_type(tl.float16)),
             tl.load(row + 8).to(tl.pointer_type(tl.int32)),
             tl.load(row + 9).to(tl.pointer_type(tl.uint8)),
-            tl.load(row + 10).to(tl.pointer_type(tl.int8)),
+            tl.multiple_of(tl.load(row + 10).to(tl.pointer_type(tl.int8)), ALIGNED),
             tl.load(row + 11).to(tl.pointer_type(tl.float16)),
-            tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)),
+            tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)), ALIGNED),
             tl.load(row + 13), tl.load(row + 14), tl.load(row + 15), tl.load(row + 16),
-            D, GROUP, RANK, RANK_PAD, BLOCK_N, STEP, DOT_DTYPE,
+            D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
         )  # fmt: skip
 
 
 CENTROIDS = 2
 """Their place among a decoder's numbers: they are loaded 16 bytes at a time."""
+CORRECTION = (7, 9)
+"""The places of PSAC's rows and directions."""
 
 
 def decode_spans(parts: Sequence[Part], out: Tensor, first_head: int = 0) -> None:
@@ -109,7 +115,15 @@ def _kind(decode: Callable[..., None]) -> Any:
         return None
     if decode.prepared.numbers[CENTROIDS] % 16:
         return None
-    return (id(decode.prepared.kernel), *decode.prepared.constants.items())
+    return (id(decode.prepared.kernel), *decode.prepared.constants.items(), *_aligned(decode))
+
+
+def _aligned(decode: Decoder) -> tuple[tuple[str, int], ...]:
+    """The constant that the kernel of many affine spans has beyond that of one."""
+    if decode.prepared.kernel is not decode_affine_kernel:
+        return ()
+    numbers = decode.prepared.numbers
+    return (("ALIGNED", 1 if any(numbers[place] % 16 for place in CORRECTION) else 16),)
 
 
 def _kernels() -> dict[int, Any]:
@@ -136,7 +150,7 @@ def _decode_alike(parts: Sequence[Part], out: Tensor, first_head: int) -> None:
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=out.is_cuda)
     table = table.to(out.device, non_blocking=True)
     prepared = held[0].prepared
-    constants = prepared.constants
+    constants = {**prepared.constants, **dict(_aligned(held[0]))}
     grid = (triton.cdiv(longest, constants["BLOCK_N"]), len(rows) * out.shape[0])
     stride_h, stride_n, _ = out.stride()
     args = (out, stride_h, stride_n, table, out.shape[0], first_head)

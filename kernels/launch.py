@@ -9,9 +9,10 @@ constants, addresses that are multiples of 16, integers that are 1 or multiples 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -32,10 +33,16 @@ class _Compiled(NamedTuple):
 _COMPILED: dict[tuple[Any, ...], _Compiled] = {}
 
 
-@lru_cache(maxsize=64)
+_LOOKED_AT: dict[int, tuple[Any, tuple[bool, ...]]] = {}
+
+
 def _specialised(kernel: Any) -> tuple[bool, ...]:
-    """By argument: whether Triton looks at its value."""
-    return tuple(not p.do_not_specialize for p in kernel.params)
+    """By argument: whether Triton looks at its value. (A kernel's own hash takes 4 us.)"""
+    known = _LOOKED_AT.get(id(kernel))
+    if known is None or known[0] is not kernel:
+        flags = tuple(not p.do_not_specialize for p in kernel.params)
+        known = _LOOKED_AT[id(kernel)] = kernel, flags
+    return known[1]
 
 
 def _integer_kind(value: int, specialised: bool) -> int:
@@ -78,6 +85,69 @@ def _launch_again(
     run(grid[0], grid[1], 1, stream, function, metadata, None, None, None, *values, *constants)
 
 
+class Launches:
+    """Launches as they were made, to be made again with the same arguments.
+
+    Addresses are numbers here: whoever calls it knows that what was there still is.
+    """
+
+    def __init__(self) -> None:
+        self.device = -1
+        self._made: list[tuple[_Compiled, tuple[int, int], tuple[Any, ...], tuple[bool, ...]]] = []
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def add(
+        self, kernel: Any, compiled: _Compiled, grid: tuple[int, int], device: int,
+        values: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        self.device = device
+        self._made.append((compiled, grid, values, _specialised(kernel)))
+
+    def addresses(self) -> set[int]:
+        """All of its arguments that are beyond 32 bits: no length is."""
+        given = (value for _, _, values, _ in self._made for value in values)
+        return {value for value in given if isinstance(value, int) and value > INT32_MAX}
+
+    def moved(self, addresses: Mapping[int, int]) -> Launches | None:
+        """The same with other addresses in place of these; None where a kernel is compiled for a
+        multiple of 16 and another address is none, or the other way round."""
+        other = Launches()
+        other.device = self.device
+        for compiled, grid, values, looked_at in self._made:
+            moved = tuple(addresses.get(value, value) for value in values)
+            for old, new, looked in zip(values, moved, looked_at, strict=False):
+                if looked and old is not new and (old % 16 == 0) != (new % 16 == 0):
+                    return None
+            other._made.append((compiled, grid, moved, looked_at))
+        return other
+
+    def again(self) -> None:
+        """On the stream that is the current one now."""
+        for compiled, grid, values, _ in self._made:
+            _launch_again(compiled, grid, self.device, values)
+
+
+_noting = threading.local()
+
+
+@contextmanager
+def noted() -> Iterator[Launches]:
+    """What this thread launches inside, as far as it is compiled."""
+    launches = _noting.launches = Launches()
+    try:
+        yield launches
+    finally:
+        del _noting.launches
+
+
+def _note(*made: Any) -> None:
+    launches = getattr(_noting, "launches", None)
+    if launches is not None:
+        launches.add(*made)
+
+
 def launch(
     kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
 ) -> None:
@@ -93,9 +163,10 @@ def launch(
     key = (id(kernel), device, kinds, *constants.values())
     compiled = _COMPILED.get(key)
     if compiled is None:
-        _COMPILED[key] = _first_launch(kernel, grid, args, constants)
+        _COMPILED[key] = compiled = _first_launch(kernel, grid, args, constants)
     else:
         _launch_again(compiled, grid, device, values)
+    _note(kernel, compiled, grid, device, values)
 
 
 class PreparedLaunch:
@@ -157,14 +228,13 @@ class PreparedLaunch:
             device, tensor.dtype, address % 16 == 0,
             _integer_kind(strides[0], True), _integer_kind(strides[1], True),
         )  # fmt: skip
-        compiled = self._known.get(kind)
+        values = (address, *strides, *lengths, *self._values)
+        key = (*self._key, *kind)
+        compiled = self._known.get(kind) or _COMPILED.get(key)
         if compiled is None:
-            key = (*self._key, *kind)
-            compiled = _COMPILED.get(key)
-            if compiled is None:
-                args = (tensor, *strides, *lengths, *self._fixed)
-                compiled = _first_launch(self.kernel, grid, args, self.constants)
-                self._known[kind] = _COMPILED[key] = compiled
-                return
-            self._known[kind] = compiled
-        _launch_again(compiled, grid, device, (address, *strides, *lengths, *self._values))
+            args = (tensor, *strides, *lengths, *self._fixed)
+            compiled = _COMPILED[key] = _first_launch(self.kernel, grid, args, self.constants)
+        else:
+            _launch_again(compiled, grid, device, values)
+        self._known[kind] = compiled
+        _note(self.kernel, compiled, grid, device, values)

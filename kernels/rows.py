@@ -62,20 +62,29 @@ def spread_rows_kernel(
     tl.store(out_scales_ptr + place, scales, mask=there)
 
 
-def spread_rows(mask: Tensor, rows: Tensor, scales: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def spread_rows(
+    mask: Tensor, rows: Tensor, scales: Tensor, tokens: int,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rows of the tokens whose bit is set, in order, all heads behind each other -> of all tokens.
 
     mask: uint8 [H, ceil(tokens / 8)], token 8b + j in bit j of byte b, others 0; rows: int8 or
-    uint8 [R, any]; scales: float16 [R]. Returns [H, tokens, any] and [H, tokens]. ValueError on
-    anything else.
+    uint8 [R, any]; scales: float16 [R]. Returns [H, tokens, any] and [H, tokens], in storage of
+    their own or in the two of `into`. ValueError on anything else.
     """
     heads, stored = mask.shape[0], rows.shape[-1]
     checks.packed("mask", mask, torch.uint8, (heads, -(-tokens // 8)))
     checks.packed("rows", rows, (torch.int8, torch.uint8), (rows.shape[0], stored))
     checks.packed("scales", scales, torch.float16, (rows.shape[0],))
     checks.together(mask, rows, scales)
-    out = torch.empty((heads, tokens, stored), dtype=rows.dtype, device=rows.device)
-    out_scales = torch.empty((heads, tokens), dtype=torch.float16, device=rows.device)
+    if into is None:
+        out = torch.empty((heads, tokens, stored), dtype=rows.dtype, device=rows.device)
+        out_scales = torch.empty((heads, tokens), dtype=torch.float16, device=rows.device)
+    else:
+        out, out_scales = into
+        checks.packed("into", out, rows.dtype, (heads, tokens, stored))
+        checks.packed("into", out_scales, torch.float16, (heads, tokens))
+        checks.together(mask, out, out_scales)
     args = (mask, rows, scales, out, out_scales, tokens, mask.shape[1])
     constants = {
         "STORED": stored, "STORED_PAD": 1 << (stored - 1).bit_length(), "BLOCK_N": BLOCK_N,

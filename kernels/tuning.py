@@ -68,16 +68,22 @@ ENCODE_PSAC = {
     256: Launch(32, 0, 8, 1, COMPILED),
 }
 DECODE = {
-    64: Launch(256, 16, 4, 1, COMPILED),
-    128: Launch(128, 8, 4, 1, COMPILED),
-    256: Launch(64, 4, 4, 1, COMPILED),
-}
-DECODE_PSAC = {
-    64: Launch(256, 32, 4, 1, COMPILED),
-    128: Launch(256, 64, 4, 1, COMPILED, 128),
-    256: Launch(128, 16, 8, 1, COMPILED),
+    64: Launch(64, 8, 1, 1, COMPILED),
+    128: Launch(64, 4, 1, 1, COMPILED),
+    256: Launch(64, 4, 1, 1, COMPILED),
 }
 """Here block_k are the tokens of a step: a program goes through its block_n step by step."""
+DECODE_AFFINE = {
+    64: Launch(64, 8, 1, 1, COMPILED),
+    128: Launch(64, 4, 1, 1, COMPILED),
+    256: Launch(64, 4, 1, 1, COMPILED),
+}
+DECODE_PSAC = {
+    64: Launch(64, 64, 1, 1, COMPILED),
+    128: Launch(64, 128, 1, 1, COMPILED),
+    256: Launch(64, 128, 1, 1, COMPILED),
+}
+"""Here block_k are channels of a pass, of 16 tokens a step of one warp."""
 COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),

@@ -11,9 +11,12 @@ import torch
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, batch, checks, kv_cache, make_format
 from quantwm.cache.batch import BATCH_BYTES, batch_bytes, slots_together
 from quantwm.cache.chunk import LayerWrite
+from quantwm.cache.codebook import Codebook
 from quantwm.cache.formats.rows import part_rows
 from quantwm.cache.plan import Workload, plan
 from quantwm.cache.remedy import CacheMemoryError
+from quantwm.cache.segments import ChunkGuide, SpanPlan
+from quantwm.cache.statistics import moment
 from quantwm.errors import UserError
 from tests.cache_helpers import LASTING, SETTINGS, SPEC, live_bytes, make_cache, qkv, same_bytes
 from tests.host_syncs import HostSyncs
@@ -190,11 +193,22 @@ def test_extremes_name_the_layer() -> None:
     keys = torch.zeros(3, *qkv(0, TOKENS)[0].shape)
     values = keys.clone()
     values[1, 0, 0, 0] = torch.inf
-    checks.keep_extremes(chunk, WIDE, (4, 5, 6), keys, values)
+    queries = [torch.zeros_like(keys[0]) for _ in range(3)]
+    queries[2][0, 1, 3] = torch.nan
+    checks.keep_extremes(chunk, WIDE, (4, 5, 6), keys, values, [])
+    checks.keep_extremes(chunk, WIDE, (1, 2, 3), keys, keys, [moment(q) for q in queries])
     finite = torch.cat([flag.flatten() for flag in checks.flags(chunk)]).tolist()
-    assert finite == [True, True, True, True, False, True]
+    assert finite == [True, True, True, True, False, True, *([True] * 6), True, True, False]
     with pytest.raises(UserError, match=r"layer 5 values \(stream self\) hold NaN or infinity"):
         checks.check_flags(chunk, finite)
+    finite[4] = True
+    with pytest.raises(UserError, match="layer 3 queries"):
+        checks.check_flags(chunk, finite)
+    single = torch.tensor(0.0), torch.tensor(torch.inf)
+    chunk.extremes.append((["layer 9 keys (stream self)"], *single))
+    flags = torch.cat(checks.flags(chunk)).tolist()
+    with pytest.raises(UserError, match="layer 9 keys"):
+        checks.check_flags(chunk, flags)
 
 
 def test_what_shares_a_storage_is_saved_cut_and_masked(streams: Streams, tmp_path: Path) -> None:
@@ -251,3 +265,17 @@ def test_parts_begin_where_kernels_read() -> None:
     assert all(p.data_ptr() % 16 == 0 and p.untyped_storage().nbytes() == 12 for p in own)
     assert torch.equal(torch.cat(own), whole[:, :6])
     assert part_rows(whole[:, :6].contiguous(), 2, anywhere=True)[1].storage_offset() == 12
+
+
+def test_neighbours_are_views_and_others_are_copies() -> None:
+    whole = torch.arange(5 * 2 * 4 * 8.0).view(5, 2, 4, 8)
+    guide = ChunkGuide(SpanPlan(0, 0, basis=whole), whole[..., 0].contiguous())
+    for slots, shares in (((1, 2, 3), True), ((1, 3), False), ((3, 2), False)):
+        basis = guide.of_slots(slots).basis
+        assert torch.equal(basis, torch.cat([whole[slot] for slot in slots]))
+        assert (basis.data_ptr() == whole[slots[0]].data_ptr()) is shares
+    books = Codebook(whole.flatten(0, 1).to(torch.bfloat16)).parted(5)
+    for some, shares in ((books[1:4], True), (books[1::2], False), (books[2:0:-1], False)):
+        joined = Codebook.behind_each_other(some).centroids
+        assert torch.equal(joined, torch.cat([book.centroids for book in some]))
+        assert (joined.data_ptr() == some[0].centroids.data_ptr()) is shares

@@ -121,6 +121,9 @@ def test_every_launch_row_compiles(
         label = describe(launched)
         # 8 bytes outside the loop of the row that is the fastest on an H200 all the same.
         allowed = 16 if launched.kernel.__name__ == "update_kernel" else 0
+        out = launched.arguments.get("out_ptr")
+        if has_dot(launched) and out is not None and out.dtype == torch.float32:
+            allowed = 64  # decoding to float32 is nobody's but a comparison's
         if used["STACK"] > allowed or used["LOCAL"]:
             said = fails_alone(request.node.nodeid)
             assert not said, f"spills: {used} {label}; in a process of its own: {said}"
@@ -168,6 +171,8 @@ def test_many_spans_in_one_launch_compile(launches: list[Launched], rank: int | 
     )  # fmt: skip
     kernel = getattr(decode_spans, name.replace("decode_", "").replace("_k", "_spans_k"))
     given = {**one.arguments, "table_ptr": torch.zeros(4, 17, dtype=torch.int64), "n_heads": 2}
+    if rank is not None:
+        given["ALIGNED"] = 16
     wanted = {
         k: v for k, v in given.items() if k in kernel.arg_names or k not in one.kernel.arg_names
     }

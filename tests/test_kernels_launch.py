@@ -45,7 +45,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setattr(launching, "JITFunction", FakeKernel)
     monkeypatch.setattr(launching, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launching, "_COMPILED", {})
-    launching._specialised.cache_clear()
+    monkeypatch.setattr(launching, "_LOOKED_AT", {})
     return FakeKernel()
 
 
@@ -137,3 +137,25 @@ def test_a_prepared_launch_takes_other_tensors_of_the_same_kind(kernel: FakeKern
     for unlike in (torch.zeros(64, dtype=torch.uint8)[1:], out):
         with pytest.raises(ValueError, match="argument 0"):
             empty.rebound({0: unlike})
+
+
+def test_noted_launches_are_made_again_on_the_stream_of_then(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, ids = torch.zeros(64), torch.zeros(64, dtype=torch.uint8)
+    prepared = launching.PreparedLaunch(kernel, (ids, 100), CONSTANTS)
+    with launching.noted() as launches:  # the first ones go through Triton, the last does not
+        launching.launch(kernel, (3, 2), (x, 640, 128, 7, ids, 100), CONSTANTS)
+        prepared((4, 2), x, (640, 128), (8,))
+        prepared((4, 2), x, (640, 128), (9,))
+    prepared((5, 2), x, (640, 128), (10,))
+    assert len(launches) == 3 and len(kernel.compiled) == 2
+    kernel.launched.clear()
+    active = launching.driver.active
+    monkeypatch.setattr(active, "get_current_stream", lambda device: f"another {device}")
+    launches.again()
+    head = ("another 0", *HEAD[1:])
+    values = [(x.data_ptr(), 640, 128, start, ids.data_ptr(), 100) for start in (7, 8, 9)]
+    grids = [(3, 2, 1), (4, 2, 1), (4, 2, 1)]
+    wanted = [(*grid, *head, *given, 128, 8) for grid, given in zip(grids, values, strict=True)]
+    assert kernel.launched == wanted

@@ -48,45 +48,71 @@ def _check_shape(spec: CacheSpec, layer: int, name: str, x: Tensor, tokens: int 
 def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool, batched: bool = False) -> None:
     """UserError when a tensor holds NaN or infinity; on CUDA the extremes are kept for later.
 
-    Reading them stops the CUDA stream, so one layer's check must not cost one. batched: of keys
-    and values on CUDA `keep_extremes` is to follow.
+    Reading them stops the CUDA stream, so one layer's check must not cost one. batched: on CUDA
+    `keep_extremes` is to follow.
     """
-    later = batched and write.k.is_cuda
-    checked = [] if later else [("keys", write.k), ("values", write.v)]
+    if batched and write.k.is_cuda:
+        return
+    checked = [("keys", write.k), ("values", write.v)]
     if queries and write.q is not None:
         checked.append(("queries", write.q))
     for role, tensor in checked:
         name = f"layer {write.layer} {role} (stream {write.stream})"
         if tensor.is_cuda:
             # One launch; isfinite().all() is five. Both are NaN where anything is.
-            chunk.extremes.append((name, *torch.aminmax(tensor)))
+            chunk.extremes.append(([name], *torch.aminmax(tensor)))
         elif not torch.isfinite(tensor).all():
             raise UserError(_not_finite(name))
 
 
 def keep_extremes(
-    chunk: OpenChunk, spec: CacheSpec, slots: Sequence[int], k: Tensor, v: Tensor
+    chunk: OpenChunk,
+    spec: CacheSpec,
+    slots: Sequence[int],
+    k: Tensor,
+    v: Tensor,
+    moments: Sequence[Tensor],
 ) -> None:
-    """The extremes of many slots' keys and values, for later. k, v: [slots, H, N, D]."""
-    for role, tensor in (("keys", k), ("values", v)):
-        lows, highs = torch.aminmax(tensor.flatten(1), dim=1)
-        for slot, low, high in zip(slots, lows.unbind(), highs.unbind(), strict=True):
-            stream, layer = divmod(slot, spec.layers)
-            name = f"layer {layer} {role} (stream {spec.streams[stream]})"
-            chunk.extremes.append((name, low, high))
+    """The extremes of many slots' keys, values and queries, for later.
+
+    k, v: [slots, H, N, D]. moments: of the slots' queries, float32 [H, D, D] each, or none. Where a
+    query is not finite the sums of squares are not either, and they are few; nor are they of
+    queries beyond 1e18, of which the statistics could make nothing.
+    """
+    found = [("keys", k), ("values", v)]
+    if moments:
+        found.append(("queries", torch.stack([m.diagonal(dim1=1, dim2=2) for m in moments])))
+    places = [divmod(slot, spec.layers) for slot in slots]
+    for role, tensor in found:
+        names = [f"layer {at} {role} (stream {spec.streams[stream]})" for stream, at in places]
+        chunk.extremes.append((names, *torch.aminmax(tensor.flatten(1), dim=1)))
 
 
 def flags(chunk: OpenChunk) -> list[Tensor]:
     """Whether each CUDA write of the chunk was finite, on the device: for `check_flags`."""
     if not chunk.extremes:
         return []
-    _, lows, highs = zip(*chunk.extremes, strict=True)
-    return [torch.stack(lows).isfinite() & torch.stack(highs).isfinite()]
+    _, lows, highs = zip(*_in_order(chunk), strict=True)
+    least, largest = _joined(lows), _joined(highs)
+    return [least.isfinite() & largest.isfinite()]
+
+
+def _in_order(chunk: OpenChunk) -> list[tuple[list[str], Tensor, Tensor]]:
+    """Single extremes before those of many slots."""
+    return sorted(chunk.extremes, key=lambda found: found[1].dim())
+
+
+def _joined(found: Sequence[Tensor]) -> Tensor:
+    """Numbers, then vectors, as one vector; a view of each number would take 1 us of the host."""
+    single = sum(tensor.dim() == 0 for tensor in found)
+    numbers = [torch.stack(found[:single])] if single else []
+    return torch.cat([*numbers, *found[single:]])
 
 
 def check_flags(chunk: OpenChunk, found: Iterable[float]) -> None:
     """found: what `flags` holds, read."""
-    for (name, _, _), finite in zip(chunk.extremes, found, strict=True):
+    names = [name for some, _, _ in _in_order(chunk) for name in some]
+    for name, finite in zip(names, found, strict=True):
         if not finite:
             raise UserError(_not_finite(name))
 

@@ -95,7 +95,8 @@ class OpenChunk:
         staging: where layers lie while they are encoded beside the model; None where they are not.
         batch: of slots that are encoded together, those that wait among them; None where each is
             encoded by itself.
-        extremes: (name, least, largest) of every CUDA write, on the device, read at the end.
+        extremes: (names, least, largest) of CUDA writes, on the device, read at the end; a number
+            for every name.
     """
 
     first_frame: int
@@ -108,7 +109,7 @@ class OpenChunk:
     writes: dict[int, PendingWrite] = field(default_factory=dict)
     staging: Staging | None = None
     batch: Batch | None = None
-    extremes: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    extremes: list[tuple[list[str], Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def stop_frame(self) -> int:

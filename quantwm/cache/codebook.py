@@ -50,7 +50,7 @@ class Codebook:
     @classmethod
     def behind_each_other(cls, books: Sequence[Codebook]) -> Codebook:
         """`joined` of many."""
-        return cls(torch.cat([book.dense() for book in books]))
+        return cls(_whole([book.dense() for book in books]))
 
     def halves(self) -> tuple[Codebook, Codebook]:
         """The first and the last half of the heads, as views."""
@@ -66,3 +66,16 @@ class Codebook:
 def codebook_bytes(centroids: int, head_dim: int, bits: int) -> int:
     """Of one head's codebook, as `Codebook.of` makes it."""
     return centroids * (head_dim * 2 if bits == 16 else head_dim + 2)
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat(parts): a view where contiguous parts lie behind each other in one storage, as
+    `Codebook.parted` leaves them."""
+    first, step = parts[0], parts[0].nbytes
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for place, part in enumerate(parts):
+        behind = part.data_ptr() == at + place * step
+        alike = part.shape == first.shape and part.dtype == first.dtype and part.is_contiguous()
+        if not (behind and alike and part.untyped_storage().data_ptr() == storage):
+            return torch.cat(list(parts))
+    return first.as_strided((len(parts) * first.shape[0], *first.shape[1:]), first.stride())

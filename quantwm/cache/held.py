@@ -17,6 +17,7 @@ from quantwm.cache.growth import Past
 from quantwm.cache.ledger import Ledger, beside_spans, take_stock, with_companions
 from quantwm.cache.reading import decode_visible
 from quantwm.cache.remedy import saying_what_fits
+from quantwm.cache.replays import Replays
 from quantwm.cache.segments import Segment, SpanPlan, evict
 from quantwm.cache.settling import settled
 from quantwm.cache.spec import CachePolicy, CacheSpec
@@ -63,6 +64,7 @@ class Held:
         }
         self._generator = torch.Generator()
         self._open: OpenChunk | None = None
+        self._replays = Replays()
         if wants_unrotated(fmt) and spec.rope is None:
             note_fallback(
                 f"{fmt.name} keeps keys as they come: this world does not say how positions are in "
@@ -71,6 +73,15 @@ class Held:
         self.reset()
 
     # What is held.
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return self._history
+
+    @_segments.setter
+    def _segments(self, segments: list[Segment]) -> None:
+        self._history = segments
+        self._replays.forget()
 
     @property
     def tokens(self) -> int:
@@ -148,7 +159,7 @@ class Held:
         if self._open is not None:
             self._open.join()
         self._open = None
-        self._segments: list[Segment] = []
+        self._segments = []
         self._books, self._fit = Codebooks(), BookFit()
         self._span = SpanPlan(number=-1, tokens=0)
         self._origin: int | None = None

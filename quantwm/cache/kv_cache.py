@@ -189,7 +189,8 @@ class KVCache(Held, Savable):
         first = first_visible(self.policy, chunk.stop_frame)
         past = visible_tokens(self._segments, first)
         history = (self._segments, slot, first)
-        return Reading(*history, write.k, write.v, past, self._window_tokens())
+        own = (write.k, write.v, past, self._window_tokens())
+        return Reading(*history, *own, self._replays)
 
     def pending_keys(self, layer: int, stream: str = "self") -> Tensor | None:
         """The open chunk's keys as they will be read, [H, n, D], once their clean pass was.
@@ -312,12 +313,13 @@ class KVCache(Held, Savable):
     def _encode_batch(self, chunk: OpenChunk, batch: Batch) -> None:
         """Encode the slots that wait and hold them as pending."""
         slots, queries = list(batch.waiting), list(batch.waiting.values())
-        guide = self._guide(chunk)
         books = [self._books.pairs[slot] for slot in slots]
-        opens = self._books.span != guide.span.number
         with batch.staged() as pair:
+            guide = self._guide(chunk)  # its bases too are found beside the model
+            opens = self._books.span != guide.span.number
             if self.device.type == "cuda":
-                checks.keep_extremes(chunk, self.spec, slots, *pair)
+                moments = [moment for moment, _ in queries if moment is not None]
+                checks.keep_extremes(chunk, self.spec, slots, *pair, moments)
             found = encode_slots(self.fmt, self._generator, slots, *pair, guide, books, opens)
         for slot, seen, (spans, fitted) in zip(slots, queries, found, strict=True):
             chunk.writes[slot] = PendingWrite(None, spans, fitted, None, *seen)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantwm.cache.dispatch import note_fallback, ops_for
-from quantwm.cache.formats.base import HeadRanges, Prepared
+from quantwm.cache.formats.base import HeadRanges, Movable, Prepared, Spreads
+from quantwm.cache.formats.correction import Room
+from quantwm.cache.replays import Origin, Place, Replays
 from quantwm.cache.segments import Segment
 from quantwm.cache.spec import CachePolicy
 from quantwm.cache.workspace import Workspace
@@ -29,6 +32,16 @@ def visible_tokens(segments: Sequence[Segment], first: int) -> int:
 
 
 @lru_cache(maxsize=16)
+def _spreads(kind: type) -> bool:
+    return issubclass(kind, Spreads)
+
+
+@lru_cache(maxsize=16)
+def _moves(kind: type) -> bool:
+    return issubclass(kind, Movable)
+
+
+@lru_cache(maxsize=16)
 def _prepares(kind: type) -> bool:
     """Whether a format is `Prepared`: asking takes 10 us, for every span in every pass."""
     return issubclass(kind, Prepared)
@@ -41,12 +54,15 @@ def decode_visible(
     values: Tensor,
     first: int,
     first_head: int | None = None,
-) -> None:
+    room: Room | None = None,
+) -> int:
     """One slot's visible tokens into the front of keys and values, both [H, tokens, D].
 
-    first_head: of the heads that keys and values hold; None where they hold all of them.
+    first_head: of the heads that keys and values hold; None where they hold all of them. room: for
+    rows that are spread first. Returns the number of launches, where all are of what lasts and of
+    the room, 0 otherwise.
     """
-    offset, prepared = 0, ([], [])
+    offset, prepared, spread, lasting = 0, ([], []), 0, True
     for segment in segments:
         fmt, start, stop = segment.fmt, segment.hidden_tokens(first), segment.tokens
         if start < stop:
@@ -55,13 +71,21 @@ def decode_visible(
                 decode = fmt.prepared(span) if _prepares(type(fmt)) else None
                 if decode is not None:
                     parts.append((decode, offset, start, stop))
-                elif first_head is None:
+                    continue
+                place = offset, start, stop
+                may = room is not None and _spreads(type(fmt))
+                if may and fmt.decode_spread(span, out, *place, room):
+                    spread += 2
+                    continue
+                lasting = False
+                if first_head is None:
                     fmt.decode_into(span, out, offset, start, stop)
                 else:
                     fmt.decode_heads_into(span, out, offset, start, stop, first_head)
             offset += stop - start
     for parts, out in zip(prepared, (keys, values), strict=True):
         ops_for(out.device).decode_spans(parts, out, first_head or 0)
+    return len(prepared[0]) + len(prepared[1]) + spread if lasting else 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,7 @@ class Reading:
         k, v: the chunk's own, [H, N, D].
         past: tokens of history.
         reserve: the most tokens that a window will ever need.
+        replays: of the history's earlier readings.
     """
 
     segments: Sequence[Segment]
@@ -82,6 +107,7 @@ class Reading:
     v: Tensor
     past: int
     reserve: int
+    replays: Replays
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -123,7 +149,36 @@ class Reading:
         k, v = (self.k, self.v) if heads is None else (self.k[heads], self.v[heads])
         shape = (k.shape[0], *self.shape[1:])
         keys, values = workspace.take(shape, dtype, k.device, self.reserve)
-        first_head = None if heads is None else heads.start
-        decode_visible(self.segments, self.slot, keys, values, self.first, first_head)
-        ops_for(k.device).copy_pair(keys, values, self.past, k, v)
+        if heads is None:
+            place = Place.of(self.first, self.shape, workspace.room_at, keys, values, k, v)
+            read = partial(self._read, workspace, keys, values)
+            self.replays.read(self.slot, place, k.device, read, self._origin)
+        else:
+            decode_visible(self.segments, self.slot, keys, values, self.first, heads.start)
+            ops_for(k.device).copy_pair(keys, values, self.past, k, v)
         return keys, values
+
+    def _read(self, workspace: Workspace, keys: Tensor, values: Tensor) -> int:
+        """Of all heads; as `decode_visible` counts."""
+        room, device = workspace.room_at, self.k.device
+        history = (self.segments, self.slot, keys, values, self.first)
+        launches = decode_visible(*history, None, workspace.room_on(device))
+        ops_for(device).copy_pair(keys, values, self.past, self.k, self.v)
+        # A room that was made, or made larger, meanwhile is not the one of the first launches.
+        return launches + 1 if launches and workspace.room_at == room else 0
+
+    def _origin(self) -> Origin | None:
+        """What the visible history is decoded from; None where a format does not say."""
+        kinds: list[Any] = []
+        tensors: list[Tensor] = []
+        for segment in self.segments:
+            hidden = segment.hidden_tokens(self.first)
+            if hidden >= segment.tokens:
+                continue
+            for span in (segment.keys[self.slot], segment.values[self.slot]):
+                found = segment.fmt.read_from(span) if _moves(type(segment.fmt)) else None
+                if found is None:
+                    return None
+                kinds.append((type(segment.fmt), hidden, segment.tokens, found[0]))
+                tensors += found[1]
+        return Origin.of(kinds, tensors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.formats.base import Batched, Format, QueryGuide
+from quantwm.cache.formats.rows import ALIGNED_BYTES
 
 Kind = Literal["sink", "recent", "packed"]
 
@@ -64,8 +65,15 @@ class ChunkGuide:
     def of_slots(self, slots: Sequence[int]) -> QueryGuide:
         """Of several, their heads behind each other; without what a format has learned."""
 
+        first, stop = slots[0], slots[0] + len(slots)
+
         def heads(whole: Tensor | None) -> Tensor | None:
-            return None if whole is None else torch.cat([whole[slot] for slot in slots])
+            if whole is None:
+                return None
+            run = whole[first:stop].flatten(0, 1)
+            if list(slots) == list(range(first, stop)) and run.data_ptr() % ALIGNED_BYTES == 0:
+                return run
+            return torch.cat([whole[slot] for slot in slots])
 
         return QueryGuide(heads(self.weights), heads(self.span.basis), heads(self.span.eigenvalues))
 

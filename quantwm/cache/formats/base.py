@@ -150,6 +150,28 @@ class Prepared(Protocol):
 
 
 @runtime_checkable
+class Spreads(Protocol):
+    """A format whose spans may hold rows that a reading spreads first."""
+
+    def decode_spread(
+        self, span: Any, out: Tensor, offset: int, start: int, stop: int, room: Any
+    ) -> bool:
+        """`decode_into` by two launches of what lasts and of a room (`correction.Room`); False, and
+        nothing done, where a reading of this span is something else."""
+        ...
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """A format that says what a reading of a span is made from."""
+
+    def read_from(self, span: Any) -> tuple[Any, Sequence[Tensor]] | None:
+        """Tensors, in an order, and what else a reading depends on: spans of which that is equal
+        are read by the same launches but for where the tensors are. None where that is not so."""
+        ...
+
+
+@runtime_checkable
 class Fusible(Protocol):
     """A format whose spans the fused attention decodes inside its kernel."""
 
@@ -247,6 +269,11 @@ class Learns(Protocol):
     def learned_bytes(self, heads: int, head_dim: int, waiting: int) -> int:
         """Of the learner's statistics, one slot, and of the guides of `waiting` recent chunks."""
         ...
+
+
+def shape_of(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All of them but where they are and what they hold."""
+    return tuple((t.shape, t.stride(), t.dtype) for t in tensors)
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:

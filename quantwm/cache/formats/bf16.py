@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from kernels.format import Side
 from quantwm.cache.dispatch import Decode, ops_for
-from quantwm.cache.formats.base import Codebook, QueryGuide, Role
+from quantwm.cache.formats.base import Codebook, QueryGuide, Role, shape_of
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ class Bf16Format:
         self, span: Bf16Span, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode(out, offset, start, stop, first_head)
+
+    def prepared(self, span: Bf16Span) -> Decode:
+        return span.decode
+
+    def read_from(self, span: Bf16Span) -> tuple[Any, Sequence[Tensor]]:
+        tensors = (span.values,)
+        return shape_of(tensors), tensors
 
     def side(self, span: Bf16Span) -> Side:
         return Side("plain", values=span.values)

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 from quantwm.cache.dispatch import Decode
-from quantwm.cache.formats.base import Codebook, QueryGuide, storage_bytes
+from quantwm.cache.formats.base import Codebook, QueryGuide, shape_of, storage_bytes
 from quantwm.cache.formats.rows import cut_rows, join_rows, part_rows, pick_rows
 
 
@@ -99,6 +99,12 @@ class CodedFormat(Generic[SpanT]):
 
     def prepared(self, span: SpanT) -> Decode | None:
         return span.decode if span.codebook.scales is None else None
+
+    def read_from(self, span: SpanT) -> tuple[Any, Sequence[Tensor]] | None:
+        if span.codebook.scales is not None:
+            return None
+        tensors = (span.codes, span.ids, span.scales, span.codebook.centroids)
+        return shape_of(tensors), tensors
 
     def tokens(self, span: SpanT) -> int:
         return span.ids.shape[1]

@@ -7,7 +7,7 @@ they are (the paper says "rows and indices"; a bit a token is less than any inde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -18,6 +18,9 @@ from quantwm.cache.dispatch import kernels_in
 from quantwm.cache.formats.base import storage_bytes
 from quantwm.cache.formats.rows import ALIGNED_BYTES, LARGE_BYTES, cut_rows, join_rows
 from quantwm.cache.pack import pack, packed_bytes, unpack
+
+Room = Callable[[int], Tensor | None]
+"""Bytes -> uint8 [at least as many] to write to until the next reading; None if there is none."""
 
 ROW_LIMITS = {"int8": 127, "int4": 7}
 """Largest coefficient of a row, by how rows are stored."""
@@ -65,6 +68,24 @@ class Correction:
             return dense_all([self])[0]
         rows = kernel.spread_rows(self.mask, self.coefficients, self.row_scales, self.count)
         return Correction(self.first, self.count, self.basis, *rows, None)
+
+    def spread(self, room: Room) -> Correction | None:
+        """The dense form of a sparse one in a room that others use after it; None without a kernel
+        or a room."""
+        kernel = kernels_in("rows", self.row_scales.device)
+        if kernel is None or self.mask is None:
+            return None
+        heads, stored = self.basis.shape[0], self.coefficients.shape[-1]
+        size = heads * self.count * stored
+        behind = -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+        bytes_of = room(behind + heads * self.count * 2)
+        if bytes_of is None:
+            return None
+        rows = bytes_of[:size].view(self.coefficients.dtype).view(heads, self.count, stored)
+        scales = bytes_of[behind : behind + heads * self.count * 2].view(torch.float16)
+        into = rows, scales.view(heads, self.count)
+        kernel.spread_rows(self.mask, self.coefficients, self.row_scales, self.count, into)
+        return Correction(self.first, self.count, self.basis, *into, None)
 
     @property
     def is_plain(self) -> bool:

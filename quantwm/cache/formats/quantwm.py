@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -31,6 +32,7 @@ from quantwm.cache.formats.base import (
 from quantwm.cache.formats.correction import (
     ROW_LIMITS,
     Correction,
+    Room,
     dense_all,
     kept_rows,
     row_bytes,
@@ -240,6 +242,14 @@ class QuantWMFormat:
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, first_head: int
     ) -> None:
         span.decode_into(out, offset, start, stop, first_head)
+
+    def read_from(self, span: QuantWMSpan) -> tuple[Any, Sequence[Tensor]] | None:
+        return span.read_from()
+
+    def decode_spread(
+        self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int, room: Room
+    ) -> bool:
+        return span.decode_spread(out, offset, start, stop, room)
 
     def prepared(self, span: QuantWMSpan) -> Decode | None:
         rows = span.correction

@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from quantwm.cache.codebook import Codebook
 from quantwm.cache.dispatch import Decode, ops_for
+from quantwm.cache.formats.base import shape_of
 from quantwm.cache.formats.correction import (
     Correction,
+    Room,
     cut_corrections,
     join_all_corrections,
 )
@@ -97,8 +99,9 @@ class QuantWMSpan:
         if frame is not None:
             return frame.rebound(wide)
         decode = self.decoder(wide)
-        if isinstance(decode, Rebindable):
-            vars(self)["frame"] = decode.rebound(dict.fromkeys(wide))
+        rebound = getattr(decode, "rebound", None)  # asking a protocol takes 30 us
+        if rebound is not None:
+            vars(self)["frame"] = rebound(dict.fromkeys(wide))
         return decode
 
     def decode_into(
@@ -111,6 +114,38 @@ class QuantWMSpan:
             decode(out, offset, start, stop, first_head)
             return
         self.turns.redo(decode, out, offset, start, stop, first_head)
+
+    def read_from(self) -> tuple[Any, Sequence[Tensor]] | None:
+        """See `base.Movable`. How many rows a sparse correction keeps, its launches do not say."""
+        rows, book = self.correction, self.codebook
+        if self.turns is not None or book.scales is not None:
+            return None
+        tensors = (self.codes, self.ids, self.scales, self.secondary, self.chunk_stops, self.zeros,
+                   book.centroids)  # fmt: skip
+        if rows is None:
+            return shape_of(tensors), tensors
+        corrected = (rows.basis,) if rows.mask is None else (rows.basis, rows.mask)
+        held = (rows.coefficients, rows.row_scales)
+        shapes = shape_of((*tensors, *corrected))
+        if rows.mask is None:
+            shapes += shape_of(held)
+        elif not all(t.is_contiguous() for t in held):
+            return None
+        kind = rows.coefficients.dtype, rows.coefficients.shape[-1], rows.first, rows.count
+        return (shapes, kind), (*tensors, *corrected, *held)
+
+    def decode_spread(self, out: Tensor, offset: int, start: int, stop: int, room: Room) -> bool:
+        """As `decode_into` with sparse rows spread in a room; False, and nothing done, where that
+        is not all that a reading of this span needs."""
+        rows = self.correction
+        if rows is None or self.turns is not None or self.codebook.scales is not None:
+            return False
+        plain = rows.spread(room) if rows.coefficients.dtype == torch.int8 else None
+        if plain is None:
+            return False
+        wide = {"coefficients": plain.coefficients, "coefficient_scales": plain.row_scales}
+        self._for_one_reading(wide)(out, offset, start, stop)
+        return True
 
     def parted(
         self, books: Sequence[Codebook], bases: Sequence[Tensor | None]

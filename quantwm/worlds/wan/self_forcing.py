@@ -80,10 +80,12 @@ class SelfForcing:
         self.cache.begin_chunk(first_frame, len(x))
         try:
             camera = self._camera(conditions)
+            action = self._action(first_frame, len(x), conditions, clean=False)
             for index, step in enumerate(steps):
                 if index:
                     x = add_noise(trace[-1].x0, renoise(index), step.renoise_sigma)
-                flow = self._flow(first_frame, x, step.timestep, conditions, camera, clean=False)
+                given = (conditions, camera, action)
+                flow = self._flow(first_frame, x, step.timestep, *given, clean=False)
                 trace.append(StepTrace(step.timestep, x, flow, to_x0(x, flow, step.sigma)))
         finally:
             self.cache.abort_chunk()
@@ -97,7 +99,9 @@ class SelfForcing:
         self.cache.begin_chunk(first_frame, len(x))
         try:
             camera = self._camera(conditions)
-            flow = self._flow(first_frame, x, self.clean_timestep, conditions, camera, clean=True)
+            action = self._action(first_frame, len(x), conditions, clean=True)
+            given = (conditions, camera, action)
+            flow = self._flow(first_frame, x, self.clean_timestep, *given, clean=True)
             self.cache.finalize_chunk()
         finally:
             self.cache.abort_chunk()
@@ -113,6 +117,7 @@ class SelfForcing:
         timestep: float,
         conditions: Conditions,
         camera: torch.Tensor | None,
+        action: ActionPass | None,
         clean: bool,
     ) -> torch.Tensor:
         frames = len(x)
@@ -124,7 +129,7 @@ class SelfForcing:
             attention=AbsoluteAttention(self.cache, first_frame, frames, self.grid, clean),
             context=self.context,
             camera=camera,
-            action=self._action(first_frame, frames, conditions, clean),
+            action=action,
         )
         return self.forward(latents, inputs).transpose(0, 1)
 

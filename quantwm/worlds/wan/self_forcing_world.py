@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from quantwm.worlds.base import ChunkAction, ChunkOutput, KeySet, LaneState
@@ -9,7 +11,13 @@ from quantwm.worlds.wan import lingbot_actions, matrix_actions
 from quantwm.worlds.wan.lingbot_actions import Gaze
 from quantwm.worlds.wan.schedules import Step, flow_match_steps, unipc_steps
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
-from quantwm.worlds.wan.world import Session, WanWorld, extra_list, step_noise
+from quantwm.worlds.wan.world import Session, WanWorld, extra_list, sent, step_noise
+
+
+@lru_cache(maxsize=16)
+def _listed_steps(steps: tuple[int, ...], shift: float, kind: str) -> tuple[Step, ...]:
+    """Every lane asks again in every chunk."""
+    return unipc_steps(steps, shift) if kind == "camera" else flow_match_steps(steps, shift)
 
 
 class SelfForcingWorld(WanWorld):
@@ -23,7 +31,7 @@ class SelfForcingWorld(WanWorld):
         session, first = self._session_of(lane), lane.next_frame
 
         def renoise(step: int) -> torch.Tensor:
-            return step_noise(session.seed, first, step, noise.shape).to(self.device)
+            return sent(step_noise(session.seed, first, step, noise.shape), self.device)
 
         trace = self._driver(lane, session).denoise(
             first, noise, self._steps(first), renoise, self._conditions(lane, session, action)
@@ -48,10 +56,7 @@ class SelfForcingWorld(WanWorld):
     def _steps(self, first_frame: int) -> tuple[Step, ...]:
         entry = self.entry
         listed = entry.first_steps if entry.first_steps and first_frame == 0 else entry.steps
-        steps = [int(step) for step in listed]
-        if entry.kind == "camera":
-            return unipc_steps(steps, entry.shift)
-        return flow_match_steps(steps, entry.shift)
+        return _listed_steps(tuple(int(step) for step in listed), entry.shift, entry.kind)
 
     def _conditions(self, lane: LaneState, session: Session, action: ChunkAction) -> Conditions:
         if self.entry.kind == "text":
@@ -71,8 +76,7 @@ class SelfForcingWorld(WanWorld):
             raise RuntimeError("a pictured world started without image latents")
         index = torch.arange(first, first + frames, device=image.device)
         held = image[:, index.clamp(max=image.shape[1] - 1)]
-        mask = held.new_zeros(4, *held.shape[1:])
-        mask[:, index == 0] = 1
+        mask = (index == 0).to(held.dtype)[None, :, None, None].expand(4, -1, *held.shape[2:])
         return torch.cat([mask, held])
 
     def _posed(self, lane: LaneState, action: ChunkAction) -> tuple[torch.Tensor, Gaze]:
@@ -100,7 +104,7 @@ class SelfForcingWorld(WanWorld):
         first_row = 4 * oldest - 3 if oldest else 0
         return Conditions(
             channels,
-            keyboard=keyboard.to(self.device),
-            mouse=None if mouse is None else mouse.to(self.device),
+            keyboard=sent(keyboard, self.device),
+            mouse=None if mouse is None else sent(mouse, self.device),
             first_row=first_row,
         )
