@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
-from quantwm.cache import CachePolicy, KVCache, Workspace, reading, reference, replays
-from quantwm.cache.formats import correction
+from quantwm.cache import CachePolicy, KVCache, Workspace, make_format, reading, reference, replays
+from quantwm.cache.formats import correction, qvg
 from quantwm.cache.formats.correction import Correction
 from quantwm.cache.formats.quantwm_span import QuantWMSpan
 from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv
@@ -35,12 +40,13 @@ class Noted(list[tuple[Callable[..., Any], Any]]):
 class Kernels:
     """Stands for `kernels.launch` and for `Ops`: a decoder and a copy are one launch each."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Noted] = Noted) -> None:
         self._of: list[Noted] = []
+        self._kind = kind
 
     @contextmanager
     def noted(self) -> Iterator[Noted]:
-        self._of.append(Noted())
+        self._of.append(self._kind())
         try:
             yield self._of[-1]
         finally:
@@ -125,6 +131,119 @@ def test_later_passes_launch_again_and_give_the_same_bits(
         before = Noted.replayed
         assert torch.equal(_chunk(cache, 3, held), _chunk(plain, 3, others))
         assert Noted.replayed - before == (2 * SPEC.layers if number else 0)
+
+
+class ByAddress(Noted):
+    """Holds where tensors were and not the tensors, as launches do."""
+
+    def append(self, made: tuple[Callable[..., Any], Any]) -> None:
+        call, given = made
+        if isinstance(call, _Decoding):
+            call = call.by_address()
+        super().append((call, [Address(t) if isinstance(t, Tensor) else t for t in given]))
+
+    def again(self) -> None:
+        Noted.replayed += 1
+        for call, given in self:
+            call(*(t.read() if isinstance(t, Address) else t for t in given))
+
+
+class Address:
+    """Where a tensor is, whoever has that memory now."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._at, self._shape, self._stride = tensor.data_ptr(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        self._count = sum((size - 1) * step for size, step in steps) + 1
+
+    def read(self) -> Tensor:
+        memory = (ctypes.c_char * (self._count * self._dtype.itemsize)).from_address(self._at)
+        flat = torch.frombuffer(memory, dtype=self._dtype)
+        return flat.as_strided(self._shape, self._stride)
+
+
+class _Decoding:
+    """A decoder of a QVG span, from the span's tensors."""
+
+    def __init__(self, codes: Tensor, ids: Tensor, book: Tensor, scales: Tensor, size: int) -> None:
+        self._of, self._size = (codes, ids, book, scales), size
+
+    def by_address(self) -> Callable[..., None]:
+        places = [Address(t) for t in self._of]
+        return lambda *given: _Decoding(*(t.read() for t in places), self._size)(*given)
+
+    def __call__(self, *given: Any) -> None:
+        reference.prepare_qvg(*self._of, self._size)(*given)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    moves=st.lists(
+        st.sampled_from(["chunk", "short", "masked", "evict", "abort", "clear", "swap", "fork"]),
+        min_size=4, max_size=9,
+    ),
+    window=st.sampled_from([None, 3, 5, 6]),
+)  # fmt: skip
+def test_two_lanes_whatever_happens_read_what_is_there(
+    moves: list[str], window: int | None
+) -> None:
+    """Lanes share a scratch and what is freed is taken again; launches hold addresses only."""
+    policy = CachePolicy(span_tokens=12, window_frames=window, sink_frames=1)
+    kernels = Kernels(ByAddress)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(replays, "kernels_in", lambda name, device: kernels))
+        patches.enter_context(patch.object(reading, "ops_for", lambda device: kernels))
+        ops = SimpleNamespace(**{**vars(reference), "prepare_qvg": _Decoding})
+        patches.enter_context(patch.object(qvg, "ops_for", lambda device: ops))
+        shared = Workspace()
+        lanes = [_lane(policy, shared, seed) for seed in (0, 1)]
+        plain = [_lane(policy, Workspace(), seed) for seed in (0, 1)]
+        for cache in plain:
+            cache._replays.read = lambda slot, place, device, read, origin: read()
+        held, before = _held(), Noted.replayed
+        for number, move in enumerate(("chunk", "chunk", *moves)):
+            if move == "swap":
+                held = _held()
+            for index, pair in enumerate(zip(lanes, plain, strict=True)):
+                outs = []
+                for column, cache in zip((lanes, plain), pair, strict=True):
+                    if move == "fork":
+                        read = cache._replays.read
+                        column[index] = cache = cache.fork()
+                        if column is plain:
+                            cache._replays.read = read
+                    outs.append(_moved(cache, move, 10 * number + index, held))
+                assert torch.equal(*outs)
+        assert Noted.replayed > before
+
+
+def _lane(policy: CachePolicy, workspace: Workspace, seed: int) -> KVCache:
+    made = make_format("qvg", **SETTINGS["qvg"])
+    return KVCache(SPEC, made, policy, dtype=torch.float32, workspace=workspace, seed=seed)
+
+
+def _moved(cache: KVCache, move: str, salt: int, held: list[Tensor]) -> Tensor:
+    """Three passes of a chunk after a move; what all layers attended."""
+    if move == "evict":
+        cache.evict((cache.next_frame or 0) - 1)
+    if move == "clear":
+        cache.clear()
+    frames = 1 if move == "short" else SPEC.frames_per_chunk
+    tokens = frames * SPEC.tokens_per_frame
+    keep = torch.arange(tokens) % 3 > 0 if move == "masked" else None
+    seen = []
+    for clean in (False, True):
+        cache.begin_chunk(cache.next_frame or 0, frames)
+        for number in range(1 if clean else 2):
+            for layer, own in enumerate(held):
+                given = own[:, :, :tokens]
+                given.copy_(torch.stack(qkv(97 * salt + 7 * number + layer, tokens)))
+                seen.append(cache.attend(layer, *given, clean=clean))
+        if clean and move != "abort":
+            cache.finalize_chunk(keep)
+        cache.abort_chunk()
+    return torch.cat(seen)
 
 
 def test_a_history_that_changed_is_read_anew() -> None:

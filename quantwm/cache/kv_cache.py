@@ -318,7 +318,7 @@ class KVCache(Held, Savable):
             guide = self._guide(chunk)  # its bases too are found beside the model
             opens = self._books.span != guide.span.number
             if self.device.type == "cuda":
-                moments = [moment for moment, _ in queries if moment is not None]
+                moments = [moment for moment, _ in queries]
                 checks.keep_extremes(chunk, self.spec, slots, *pair, moments)
             found = encode_slots(self.fmt, self._generator, slots, *pair, guide, books, opens)
         for slot, seen, (spans, fitted) in zip(slots, queries, found, strict=True):

@@ -75,6 +75,7 @@ class Replays:
     """
 
     def __init__(self) -> None:
+        # None for a reading that cannot be launched again: asking every time would cost as much.
         self._known: dict[int, tuple[Place, Any]] = {}
         self._pattern: tuple[Place, Origin, Any] | None = None
 
@@ -97,7 +98,10 @@ class Replays:
         """
         known = self._known.get(slot)
         if known is not None and known[0] == place:
-            known[1].again()
+            if known[1] is None:
+                reading()
+            else:
+                known[1].again()
             return
         self._known.pop(slot, None)
         kernels = kernels_in("launch", device)
@@ -112,10 +116,12 @@ class Replays:
             return
         with kernels.noted() as launches:
             count = reading()
-        if count and len(launches) == count:
-            self._known[slot] = place, launches
-            if own is not None and _all_known(launches, place, own):
-                self._pattern = place, own, launches
+        if not count or len(launches) != count:
+            self._known[slot] = place, None
+            return
+        self._known[slot] = place, launches
+        if own is not None and _all_known(launches, place, own):
+            self._pattern = place, own, launches
 
     def _moved(self, place: Place, own: Origin | None) -> Any:
         if own is None or self._pattern is None:
