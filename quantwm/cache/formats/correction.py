@@ -122,12 +122,6 @@ class Correction:
             row_scales=dense.row_scales.index_select(1, rows),
         )
 
-    def alone(self) -> Correction:
-        """With rows in storage of their own."""
-        return replace(
-            self, coefficients=self.coefficients.clone(), row_scales=self.row_scales.clone()
-        )
-
     def row_tensors(self) -> tuple[Tensor, ...]:
         rows = (self.coefficients, self.row_scales)
         return rows if self.mask is None else (*rows, self.mask)
@@ -157,10 +151,11 @@ def settled_corrections(
     """
     chosen = [c.sparse_is_smaller(n) for c, n in zip(corrections, counts, strict=True)]
     some = [c for c, wanted in zip(corrections, chosen, strict=True) if wanted]
+    rest = [c for c, wanted in zip(corrections, chosen, strict=True) if not wanted]
     sparse = iter(sparse_all(some, [n for n, wanted in zip(counts, chosen, strict=True) if wanted]))
-    mixed = 0 < len(some) < len(corrections)
-    for dense, wanted in zip(corrections, chosen, strict=True):
-        yield next(sparse) if wanted else dense.alone() if mixed else dense
+    dense = iter(alone_all(rest) if some else rest)
+    for wanted in chosen:
+        yield next(sparse) if wanted else next(dense)
 
 
 TOGETHER = LARGE_BYTES // 8
@@ -230,6 +225,21 @@ def sparse_all(dense: Sequence[Correction], counts: Sequence[int]) -> list[Corre
         )
         for c, *part in zip(some, *parts, strict=True):
             found.append(Correction(c.first, c.count, c.basis, *part))
+    return found
+
+
+def alone_all(dense: Sequence[Correction]) -> list[Correction]:
+    """Every dense form with rows apart from all others', with two operations for many."""
+    found: list[Correction] = []
+    for run in _runs(dense):
+        some = dense[run]
+        heads = some[0].basis.shape[0]
+        rows = torch.cat([c.coefficients for c in some]).split(heads)
+        scales = torch.cat([c.row_scales for c in some]).split(heads)
+        found += [
+            replace(c, coefficients=own, row_scales=own_scales)
+            for c, own, own_scales in zip(some, rows, scales, strict=True)
+        ]
     return found
 
 
