@@ -7,7 +7,6 @@ import multiprocessing
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import codec
+from benchmarks.chunk_syncs import counted_syncs
 from benchmarks.codec import GROUP_SIZE, RANK, Inputs
 from benchmarks.histories import clustered
 from benchmarks.timing import copy_ceiling, device_named, hardware
@@ -27,9 +27,10 @@ from quantwm.cache.spec import RopeLayout
 
 METHODS = "bf16,rtn,kivi,qvg,qvg-pro,qtc,quantwm"
 NEEDS_A_CACHE = ("qtc",)  # encoded by what past chunks taught: timed in a long run alone
-FRAME, GROWING_LAYERS, WARM_UP = (5, 12), 2, 4
+FRAME, GROWING_LAYERS, WARM_UP = (5, 12), 2, 8
 """Rows and columns of tokens of a frame: chunks of 1 to 3 frames have lengths that no block
-divides. The first chunks may compile: the sink of a run, its first span and its first join."""
+divides. The first chunks may compile: the sink of a run, its first span and its first join, the
+second span, whose bases start from the first one's, and qtc's first codes in a basis."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +171,11 @@ def _life(name: str, options: argparse.Namespace, device: torch.device) -> dict[
         "compiled_in_warm_up": sum(c["compiled"] for c in chunks[:WARM_UP]),
         "compiled_after_warm_up": sum(c["compiled"] for c in after),
         "compiled_names": sorted({n for c in after for n in c["names"]}),
+        "last_chunk_that_compiled": max(
+            (n for n, c in enumerate(chunks, 1) if c["compiled"]), default=0
+        ),
         "syncs_per_chunk": max(c["syncs"] for c in after),
+        "synced_at": sorted({place for c in after for place in c.get("places", ())}),
         "host_ms_per_chunk": round(statistics.median(c["ms"] for c in after), 2),
         "transient_bytes": max(c["transient"] for c in after),
     }
@@ -201,16 +206,13 @@ def _counted(device: torch.device) -> Iterator[dict[str, Any]]:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     previous = knobs.runtime.jit_post_compile_hook
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        knobs.runtime.jit_post_compile_hook = note
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
+    knobs.runtime.jit_post_compile_hook = note
+    try:
+        with counted_syncs() as seen:
             yield counts
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            knobs.runtime.jit_post_compile_hook = previous
-    counts["syncs"] = sum("synchroniz" in str(each.message) for each in warned)
+    finally:
+        knobs.runtime.jit_post_compile_hook = previous
+    counts["syncs"], counts["places"] = len(seen), seen
 
 
 def _allocated(device: torch.device) -> int:
@@ -240,12 +242,14 @@ def table(result: dict[str, Any]) -> str:
         )
     lines.append(
         f"a run of growing chunks, {GROWING_LAYERS} layers: compiled in the first {WARM_UP} chunks "
-        "/ after, syncs a chunk, host ms a chunk, memory beyond what is held"
+        "/ after, the last chunk that compiled, syncs a chunk, host ms a chunk, "
+        "memory beyond what is held"
     )
     for life in result["runs"]:
         lines.append(
             f"  {life['method']:16}{life['compiled_in_warm_up']:5} /"
-            f"{life['compiled_after_warm_up']:3}{life['syncs_per_chunk']:6}{life['host_ms_per_chunk']:10.2f}"
+            f"{life['compiled_after_warm_up']:3}{life['last_chunk_that_compiled']:6}"
+            f"{life['syncs_per_chunk']:6}{life['host_ms_per_chunk']:10.2f}"
             f"{life['transient_bytes'] / 1e6:10.1f} MB  {', '.join(life['compiled_names'])}"
         )
     if result["runs_left_out"]:
