@@ -22,11 +22,12 @@ from quantwm.report.document import Plot, Sheet, both, compared, judge
 from quantwm.report.html import to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
 from quantwm.report.one_role import OneRoleFormat
-from quantwm.report.plan import rollout_jobs, units_of
+from quantwm.report.plan import recording_jobs, rollout_jobs, units_of
 from quantwm.report.plots import to_svg
-from quantwm.report.pool import Failure, Workers, WorldSource, run_tasks, task_of
+from quantwm.report.pool import Failure, Workers, WorldSource, task_of
 from quantwm.report.scale import PRESETS, SCRIPTS
-from quantwm.report.sections.flicker import _minute_verdict, _recall_verdicts
+from quantwm.report.sections.flicker import _minute_verdict, _recall_verdicts, _unseen
+from quantwm.report.turns import interleaved, long_ones
 from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from tests.cache_helpers import SPEC, run_chunk
@@ -67,6 +68,15 @@ def test_units_are_distinct_and_enough(world):
     assert all(unit.script in SCRIPTS for unit in units)
 
 
+def test_every_part_of_the_full_report_has_32_scenes_that_differ(world):
+    scale = PRESETS["full"]
+    jobs = [*rollout_jobs(world, scale), *recording_jobs(world, scale)]
+    for name in {job.experiment for job in jobs}:
+        own = [job for job in jobs if job.experiment == name]
+        assert len({(j.scene, j.seed, j.actions) for j in own}) == 32 == len({j.label for j in own})
+    assert scale.revisits == 32
+
+
 def test_the_plan_covers_every_experiment_and_known_lane(world):
     jobs = rollout_jobs(world, PRESETS["full"])
     ran = {lane for job in jobs for lane in job.lanes} | {"bf16"}
@@ -86,12 +96,15 @@ def test_a_rollout_is_against_bf16_and_repeats_itself(world):
     assert first.frames["bf16"].shape == (2, 32, 48, 3)
 
 
+def run_here(world, tasks, deadline=float("inf")):
+    with Workers(WorldSource(random_preset="tiny"), [world.device], 1, world) as workers:
+        return workers.run(tasks, deadline, lambda text: None)
+
+
 def test_tasks_stop_at_the_deadline(world):
-    source = WorldSource(random_preset="tiny")
     tasks = [task_of(lambda w: w.weights_sha256())] * 2
-    assert run_tasks(tasks, world, source, 1, 0.0, lambda text: None) == [None, None]
-    done = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
-    assert done == ["random-tiny-0"] * 2
+    assert run_here(world, tasks, 0.0) == [None, None]
+    assert run_here(world, tasks) == ["random-tiny-0"] * 2
 
 
 def _fail(world) -> None:
@@ -99,10 +112,8 @@ def _fail(world) -> None:
 
 
 def test_a_failing_task_does_not_cost_the_others(world):
-    source = WorldSource(random_preset="tiny")
     tasks = [task_of(_fail), task_of(lambda w: 7)]
-    found = run_tasks(tasks, world, source, 1, float("inf"), lambda text: None)
-    assert found == [Failure("this lane broke"), 7]
+    assert run_here(world, tasks) == [Failure("this lane broke"), 7]
 
 
 def _end(world) -> None:
@@ -153,11 +164,15 @@ def test_the_longest_come_first_and_experiments_take_turns(world):
     long = replace(job, actions=job.actions * 9)
     kinds = {"main": job, "still": job, "minute": long}
     groups = [[replace(own, experiment=kind)] for kind, own in kinds.items() for _ in range(4)]
-    found = [group[0].experiment for group in running.interleaved(groups)]
+    found = [group[0].experiment for group in interleaved(groups, 4)]
     assert found[:6] == ["minute"] * 4 + ["main", "still"] and sorted(found) == sorted([*kinds] * 4)
     assert found[-1] == "still"  # what most tables rest on is through sooner
+    two = [group[0].experiment for group in interleaved(groups, 2)]
+    assert two[:5] == ["minute"] * 2 + ["main", "still", "main"] and two[-1] == "minute"
+    alone = [group[0].experiment for group in interleaved(groups, 0)]
+    assert alone[0] == "main" and alone.count("minute") == 4
     full, small = ([[j] for j in rollout_jobs(world, PRESETS[name])] for name in ("full", "small"))
-    assert running.long_ones(full) == {"minute"} and running.long_ones(small) == set()
+    assert long_ones(full) == {"minute"} and long_ones(small) == set()
 
 
 def test_windows_mark_divergence():
@@ -181,6 +196,34 @@ def test_verdicts_follow_the_numbers():
     assert (less.word, more.word) == ("holds", "does not hold")
     assert both("c", [less, more]).word == "does not hold"
     assert both("c", [less, less]).word == "holds"
+
+
+@pytest.mark.parametrize(
+    ("moved", "excess", "word"),
+    [((0.001, -0.004, 0.006), (1.6, 1.4, 1.8), "holds"),
+     ((0.007, -0.020, 0.030), (1.6, 1.4, 1.8), "undecided"),
+     ((0.001, -0.004, 0.006), (0.6, 0.4, 0.8), "undecided"),
+     ((0.001, -0.004, 0.006), (0.3, 0.2, 0.4), "does not hold"),
+     ((0.150, 0.120, 0.180), (1.6, 1.4, 1.8), "does not hold"),
+     ((-0.150, -0.180, -0.120), (1.6, 1.4, 1.8), "does not hold")],
+)  # fmt: skip
+def test_unseen_flicker_is_decided_by_whole_intervals(moved, excess, word):
+    exact = {"consistency": figure(0.95, 0.92, 0.98), "temporal": figure(1, 1, 1)}
+    found = {
+        "scenes": 32,
+        "lanes": {"bf16": exact, "qvg": {"moved": figure(*moved), "excess": figure(*excess)}},
+    }
+    assert _unseen(found, "Standing still").word == word
+    assert _unseen(found | {"scenes": 4}, "Standing still").word == "undecided"
+
+
+def test_consistency_is_compared_scene_by_scene():
+    lane, exact = (
+        [LaneSeries(consistency=[v] * 3) for v in row] for row in ([0.9, 0.5], [1.0, 0.6])
+    )
+    assert numbers.moved_of(lane, exact)["mean"] == pytest.approx(-0.1 / 0.8)
+    assert numbers.moved_of(lane, exact)["low"] == pytest.approx(-0.1 / 0.8)
+    assert numbers.moved_of([LaneSeries()], [LaneSeries()]) is None
 
 
 @pytest.mark.parametrize(

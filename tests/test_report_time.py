@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quantwm.cli import main
-from quantwm.report import pool, running
-from quantwm.report.jobs import Job, run_job, script
+from quantwm.errors import UserError
+from quantwm.report import latency, pool, running
+from quantwm.report.jobs import Job, script
 from quantwm.report.plan import latency_job
 from quantwm.report.pool import Workers, WorldSource, make_current, task_of
 from quantwm.report.scale import PRESETS
@@ -63,8 +65,47 @@ def test_rollouts_stop_at_the_deadline(world, count):
 
 def test_the_latency_run_ends_early_but_has_its_chunks(world):
     job = latency_job(world, PRESETS["full"])
-    found = run_job(world, job, 0.0, running.TIMED)
-    assert len(job.actions) == 24 and len(found.series["qtc"].ms) == running.TIMED
+    first = latency.first_chunks(world, job)
+    assert len(job.actions) == 24 and len(first.series["qtc"].ms) == latency.TIMED
+    assert latency.pace_of(first) > 0
+    (cut,) = latency.measure(world, job, 0.0)
+    assert len(cut.series["qtc"].ms) == latency.TIMED
+
+
+def test_latency_is_of_several_rounds_and_says_of_how_many_chunks(world):
+    job = latency_job(world, PRESETS["small"])
+    rounds = latency.measure(world, job, float("inf"))
+    found = latency.latency_of(rounds)
+    assert 2 <= len(rounds) <= latency.ROUNDS and set(found) == {"bf16", *job.lanes}
+    warm = len(job.actions) - len(job.actions) // 2
+    for lane in found.values():
+        assert lane["chunks"] == lane["overhead"]["count"] == warm * len(rounds)
+        assert lane["spread"][0] <= lane["ms"] <= lane["spread"][1]
+    assert found["bf16"]["overhead"]["mean"] == 0 and latency.latency_of([]) == {}
+
+
+def test_latency_comes_last_and_alone(world, monkeypatch):
+    events = []
+    monkeypatch.setattr(latency, "measure", lambda *_: events.append("latency") or [])
+    monkeypatch.setattr(running, "run_jobs", lambda *_: events.append("rollout") or [])
+    monkeypatch.setattr(running, "study_attention", lambda *_: events.append("study"))
+    with Workers(SOURCE, [world.device], 1, world) as workers:
+        monkeypatch.setattr(workers, "end", lambda: events.append("end"))
+        running.make_results(workers, running.Order(PRESETS["minimal"]), quiet, quiet)
+    assert events[-3:] == ["end", "latency", "end"] and {"rollout", "study"} <= {*events[:-3]}
+
+
+def test_a_lane_that_cannot_be_timed_is_said(world, monkeypatch):
+    def broken(*_):
+        raise UserError("no such\nlane here")
+
+    monkeypatch.setattr(latency, "measure", broken)
+    order = running.Order(replace(PRESETS["minimal"], recorded_scenes=0))
+    monkeypatch.setattr(running.plan, "rollout_jobs", lambda *_: [])
+    with Workers(SOURCE, [world.device], 1, world) as workers:
+        results = running.make_results(workers, order, quiet, quiet)
+    assert results.numbers["report"]["failures"] == ["latency: no such lane here"]
+    assert results.numbers["latency"] == {}
 
 
 def _sleep(world) -> None:
@@ -129,5 +170,5 @@ def test_a_report_of_no_time_at_all_is_written(tmp_path, capsys):
 def test_a_scale_of_so_many_scenes(wanted, units):
     scale = PRESETS["full"].of_scenes(wanted)
     assert scale.units == units
-    assert scale.minute_scenes == max(1, round(wanted / 4))
+    assert scale.minute_scenes == scale.units
     assert (PRESETS["full"] == scale) == (wanted == 32)

@@ -81,6 +81,11 @@ def counted(count: int, thing: str, plural: str = "s") -> str:
     return f"{count} {thing}" + ("" if count == 1 else plural)
 
 
+def sentence(text: str) -> str:
+    """With a capital letter and one full stop."""
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
 LEAST_SCENES = 5
 """Below these a bootstrap over scenes says little more than the least and the most of them."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quantwm.report.document import Section, Sheet, Table, Verdict, counted
+from quantwm.report.document import Section, Sheet, Table, Verdict, counted, sentence
 from quantwm.report.plots import to_svg
 
 MARKS = {"holds": "yes", "does not hold": "no", "undecided": "open", "not measured": "none"}
@@ -77,7 +77,7 @@ def about_line(about: Mapping[str, Any]) -> str:
 
 def how_line(about: Mapping[str, Any]) -> str:
     """Scenes, seeds, what was left out."""
-    counts = ", ".join(f"{name} {count}" for name, count in about["rollouts"].items())
+    counts = ", ".join(_of_planned(about, name) for name in about["planned"])
     policy = ", ".join(f"{k} {v}" for k, v in about["policy"].items())
     text = (
         "A scene is a start scene, a seed of the noise and a walk; all are fixed. Rollouts by "
@@ -107,6 +107,13 @@ def how_line(about: Mapping[str, Any]) -> str:
     return text
 
 
+def _of_planned(about: Mapping[str, Any], name: str) -> str:
+    """An experiment's rollouts, "main 32" or "minute 24 of 32"."""
+    planned = about["planned"][name]
+    done = about["rollouts"].get(name, 0)
+    return f"{name} {done}" if done == planned else f"{name} {done} of {planned}"
+
+
 def _section(section: Section) -> str:
     return "".join(
         [
@@ -123,7 +130,7 @@ def _section(section: Section) -> str:
 def _verdict(verdict: Verdict) -> str:
     return (
         f'<div class="verdict {MARKS[verdict.word]}">{escape(verdict.claim)}: '
-        f"<b>{escape(verdict.word)}</b>. {escape(verdict.because)}.</div>"
+        f"<b>{escape(verdict.word)}</b>. {escape(sentence(verdict.because))}</div>"
     )
 
 

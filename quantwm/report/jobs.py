@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from quantwm.engine import Engine
 from quantwm.engine_types import LaneResult
 from quantwm.metrics import frame_mse, sharpness, ssim_per_frame
 from quantwm.metrics.flicker import change
+from quantwm.metrics.learned import load_lpips
 from quantwm.report.schedule import check_time
 from quantwm.report.variants import ALL, format_of
 from quantwm.worlds.base import ChunkAction, World
@@ -35,7 +37,8 @@ class Job:
         picture: uint8 [T, H, W, 3], a start of its own instead of a scene.
         max_tokens: of history, in every lane; the device's default when None.
         keep: frames of the run that are kept as pictures.
-        consistency: whether to compare features of frames (VBench's formula).
+        consistency: whether to compare features of frames (VBench's formula). lpips: whether to
+        measure LPIPS, which needs weights.
     """
 
     experiment: str
@@ -49,13 +52,15 @@ class Job:
     max_tokens: int | None = None
     keep: tuple[int, ...] = ()
     consistency: bool = False
+    lpips: bool = False
 
 
 @dataclass
 class LaneSeries:
     """One lane over one rollout: a value a frame, or a step between frames where it says so.
 
-    mse, ssim: against bf16. temporal, excess (steps): grey levels. sharpness: gradient energy.
+    mse, ssim, lpips (where measured): against bf16. temporal, excess (steps): grey levels.
+    sharpness: gradient energy.
     consistency: (cos to the first frame + cos to the one before) / 2, from the second frame on.
     kv_bytes, ratio, resident_ratio, tokens: at the end. ms: of each chunk; none of rollouts that
     ran together, whose chunks take no time of their own.
@@ -63,6 +68,7 @@ class LaneSeries:
 
     mse: list[float] = field(default_factory=list)
     ssim: list[float] = field(default_factory=list)
+    lpips: list[float] = field(default_factory=list)
     temporal: list[float] = field(default_factory=list)
     excess: list[float] = field(default_factory=list)
     sharpness: list[float] = field(default_factory=list)
@@ -142,15 +148,16 @@ def result_of(job: Job, watch: Mapping[str, Watch]) -> JobResult:
 @dataclass(frozen=True)
 class Look:
     """What the device says of N frames. ssim: [N], to the reference; features: float32 [N, F] of
-    unit length, None where consistency is not wanted."""
+    unit length, None where consistency is not wanted; lpips: [N], or empty."""
 
     ssim: np.ndarray
     features: torch.Tensor | None
+    lpips: Sequence[float] = ()
 
     def of(self, frames: slice) -> Look:
         """Of some of them."""
         features = None if self.features is None else self.features[frames]
-        return Look(self.ssim[frames], features)
+        return Look(self.ssim[frames], features, self.lpips[frames])
 
 
 def look_at(world: World, job: Job, frames: np.ndarray, reference: np.ndarray) -> Look:
@@ -160,7 +167,19 @@ def look_at(world: World, job: Job, frames: np.ndarray, reference: np.ndarray) -
     if encode is not None:
         pooled = F.adaptive_avg_pool2d(encode(frames).float(), POOLED)
         features = F.normalize(pooled.flatten(1), dim=1)
-    return Look(ssim_per_frame(frames, reference, world.device), features)
+    ssim = ssim_per_frame(frames, reference, world.device)
+    return Look(ssim, features, _lpips(world, frames, reference) if job.lpips else ())
+
+
+def _lpips(world: World, frames: np.ndarray, reference: np.ndarray) -> list[float]:
+    distance = lpips_on(str(world.device))
+    return [distance(own, other) for own, other in zip(frames, reference, strict=True)]
+
+
+@cache
+def lpips_on(device: str) -> Callable[[np.ndarray, np.ndarray], float]:
+    """LPIPS of a pair of frames, its weights loaded once a process."""
+    return load_lpips(device)
 
 
 class Watch:
@@ -185,6 +204,7 @@ class Watch:
         self._add_steps(frames, reference, before)
         series.mse += frame_mse(frames, reference).tolist()
         series.ssim += look.ssim.tolist()
+        series.lpips += look.lpips
         series.sharpness += sharpness(frames).tolist()
         if look.features is not None:
             self._add_consistency(look.features)

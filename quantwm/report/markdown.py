@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantwm.report.document import Section, Table
+from quantwm.report.document import Section, Table, sentence
 from quantwm.report.html import about_line, how_line
 
 
@@ -25,7 +25,7 @@ def to_markdown(numbers: Mapping[str, Any], sections: Sequence[Section], command
     ]
     for section in sections:
         parts += [f"## {section.title}", *(text for text in section.text if text)]
-        parts += [f"**{v.claim}: {v.word}.** {v.because}." for v in section.verdicts]
+        parts += [f"**{v.claim}: {v.word}.** {sentence(v.because)}" for v in section.verdicts]
         parts += [_table(table) for table in section.tables]
     return "\n\n".join(parts) + "\n"
 

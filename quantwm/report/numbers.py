@@ -116,6 +116,16 @@ def consistency_of(series: Sequence[LaneSeries]) -> Figure | None:
     return figure([mean_of(s.consistency) for s in series if s.consistency])
 
 
+def moved_of(series: Sequence[LaneSeries], reference: Sequence[LaneSeries]) -> Figure | None:
+    """How much a lane's consistency is off the reference's, scene by scene, over the reference's
+    mean; None where the world has no features."""
+    pairs = [(s, r) for s, r in _pair(series, reference) if s.consistency and r.consistency]
+    whole = mean_of([mean_of(r.consistency) for _, r in pairs])
+    if not whole:
+        return None
+    return figure([(mean_of(s.consistency) - mean_of(r.consistency)) / whole for s, r in pairs])
+
+
 def minute_of(series: Sequence[LaneSeries], fps: float) -> list[dict[str, Any]]:
     """Ten-second stretches of a long run, without a reference: consistency, sharpness, change."""
     frames = min((len(s.mse) for s in series), default=0)
@@ -142,11 +152,6 @@ def curve_of(series: Sequence[LaneSeries], name: str) -> list[float]:
         rows = np.asarray([s.mse for s in series])
         return [min(psnr_of_mse(float(mse)), HIGHEST_DB) for mse in rows.mean(axis=0)]
     return np.asarray([getattr(s, name) for s in series]).mean(axis=0).tolist()
-
-
-def warm_ms(series: LaneSeries) -> list[float]:
-    """Milliseconds of the chunks of the second half, when kernels and graphs are warm."""
-    return series.ms[len(series.ms) // 2 :]
 
 
 def finite(value: float | None) -> float | None:

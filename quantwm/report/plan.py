@@ -8,11 +8,14 @@ from itertools import product
 
 import numpy as np
 
+from quantwm.metrics.learned import SMALLEST_LPIPS, missing_for_lpips
 from quantwm.report.jobs import Job, script
 from quantwm.report.scale import SCRIPTS, SLOW_TURN, STILL, Scale
 from quantwm.report.variants import ABLATION, ALL, FLOOR, METHODS, ROLES, SWEEPS, Variant, known
 from quantwm.worlds.base import World
 
+RECORDED = "attention"
+"""The experiment whose BF16 rollouts are recorded and studied."""
 SHEET_FRAMES = 7
 """Pictures of a run in a contact sheet."""
 
@@ -43,12 +46,19 @@ def units_of(world: World, scale: Scale) -> list[Unit]:
     return [*units, *extra]
 
 
+def standing_units(world: World, scale: Scale) -> list[Unit]:
+    """Of clips whose keys are given, where a walk tells nothing apart: a seed and a start scene."""
+    scenes = list(dict.fromkeys(unit.scene for unit in units_of(world, scale)))
+    count, each = scale.flicker_scenes, len(scenes)
+    return [Unit(scenes[i % each], i // each, SCRIPTS[0]) for i in range(count)]
+
+
 def rollout_jobs(world: World, scale: Scale) -> list[Job]:
     """Every rollout but those on true episodes, the most wanted first: time may run out."""
     units, few = units_of(world, scale), few_of(scale)
     compared = (ALL["qvg"], ALL["quantwm"])
     swept, measured = (ALL["quantwm"], *SWEEPS), (FLOOR, *METHODS)
-    flicker = units[: scale.flicker_scenes]
+    flicker = standing_units(world, scale)
     return [
         *_jobs(world, "main", units, measured, scale.chunks, scale.contact_sheets),
         *_jobs(world, "short", units, (*compared, *ROLES, *ABLATION), scale.short_chunks),
@@ -66,7 +76,7 @@ def few_of(scale: Scale) -> tuple[Variant, ...]:
 
 
 def latency_job(world: World, scale: Scale) -> Job:
-    """All methods in one rollout, to be run while nothing else uses the device."""
+    """All methods in one rollout, to be timed while nothing else uses the device."""
     unit = units_of(world, scale)[0]
     return _jobs(world, "latency", [unit], METHODS, scale.timed_chunks)[0]
 
@@ -74,7 +84,12 @@ def latency_job(world: World, scale: Scale) -> Job:
 def recording_jobs(world: World, scale: Scale) -> list[Job]:
     """BF16 rollouts whose queries, keys and values are kept."""
     units = units_of(world, scale)[: scale.recorded_scenes]
-    return _jobs(world, "attention", units, (), scale.recorded_chunks)
+    return _jobs(world, RECORDED, units, (), scale.recorded_chunks)
+
+
+def studied() -> tuple[str, ...]:
+    """The formats that recordings are encoded with, by name."""
+    return tuple(variant.name for variant in known((*METHODS, *ROLES, *ABLATION)))
 
 
 def _jobs(
@@ -103,9 +118,15 @@ def _jobs(
             mode=mode,
             keep=keep if number < sheets else (),
             consistency=experiment in ("main", "still", "turn", "minute"),
+            lpips=experiment == "main" and has_lpips(world),
         )
         for number, unit in enumerate(units)
     ]
+
+
+def has_lpips(world: World) -> bool:
+    """Whether LPIPS can be measured: its weights are here, and the pictures are large enough."""
+    return min(world.spec.video_size) >= SMALLEST_LPIPS and missing_for_lpips() is None
 
 
 def _text(experiment: str, unit: Unit, chunks: int, world: World) -> str:

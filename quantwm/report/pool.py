@@ -104,11 +104,16 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self.end()
+
+    def end(self) -> None:
+        """End the processes, and wait until they have: from then on this one is alone."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
     def ready(self) -> bool:
-        """Return once every process has its world: from then on the device is quiet.
+        """Return once every process has its world.
 
         False when some of them still load theirs after `patience` seconds.
 
@@ -200,19 +205,6 @@ class Workers:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
         self._pool = None
-
-
-def run_tasks(
-    tasks: Sequence[Task[T]],
-    world: World,
-    source: WorldSource,
-    processes: int,
-    deadline: float,
-    report: Callable[[str], None],
-) -> list[T | Failure | None]:
-    """`Workers.run` for tasks that come all at once."""
-    with Workers(source, [world.device], processes, world) as workers:
-        return workers.run(tasks, deadline, report)
 
 
 def reasons(results: Sequence[T | Failure | None]) -> list[str]:

@@ -12,6 +12,7 @@ from quantwm.evaluation.episodes import Episode
 from quantwm.report import numbers, revisit
 from quantwm.report.attention import LayerErrors
 from quantwm.report.jobs import REFERENCE, JobResult
+from quantwm.report.latency import latency_of
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
 from quantwm.report.variants import ABLATION, ALL, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
@@ -29,9 +30,10 @@ class Results:
 
 @dataclass
 class Found:
-    """What a run has so far. errors: of each recording; results: in the plan's order."""
+    """What a run has so far. latency: its rounds; errors: of each recording; results: in the
+    plan's order."""
 
-    latency: JobResult | None
+    latency: Sequence[JobResult]
     errors: Sequence[Mapping[str, Mapping[int, LayerErrors]]]
     results: Sequence[JobResult]
 
@@ -46,7 +48,7 @@ def results_of(world: World, about: Document, found: Found, episodes: Sequence[E
         "roles": _short(results, ROLES, "qvg"),
         "ablation": _short(results, ABLATION, "quantwm"),
         "sweep": _sweep(results),
-        "latency": {} if found.latency is None else _latency(found.latency),
+        "latency": latency_of(found.latency),
         "flicker": {name: _flicker(results, name) for name in ("still", "turn")},
         "minute": _minute(results, world.spec.fps),
         "revisit": revisit.recall(
@@ -98,6 +100,7 @@ def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
         document["lanes"][variant.name] = {
             **bytes_of(free),
             "scenes": len(free),
+            "whole": _whole(free),
             "free": numbers.windows_of(free, fps),
             "taught": numbers.windows_of(taught, fps) if taught else [],
             "consistency": numbers.consistency_of(free),
@@ -108,6 +111,15 @@ def _fidelity(results: Sequence[JobResult], fps: float) -> Document:
         if variant.name not in ("bf16", "floor", "quantwm"):
             document["paired"][variant.name] = paired(ours, free, lambda s: psnr_of(s, early))
     return document
+
+
+def _whole(series: Sequence[Any]) -> dict[str, Figure | None]:
+    """Over all frames, as the paper has it. LPIPS is None where its weights are not here."""
+    return {
+        "psnr": figure([psnr_of(s, slice(None)) for s in series]),
+        "ssim": figure([numbers.mean_of(s.ssim) for s in series]),
+        "lpips": figure([numbers.mean_of(s.lpips) for s in series if s.lpips]),
+    }
 
 
 def _short(results: Sequence[JobResult], variants: Sequence[Any], published: str) -> Document:
@@ -130,17 +142,23 @@ def _short(results: Sequence[JobResult], variants: Sequence[Any], published: str
 
 
 def _between(rows: Mapping[str, Sequence[Any]], part: slice) -> dict[str, Figure | None]:
-    """Paired differences that verdicts ask for: K16V2 less K2V16, and the affine row less QVG."""
+    """Paired differences that verdicts ask for: K16V2 less K2V16, the affine row less QVG, and
+    that less half of QuantWM's whole gain ("half")."""
     asked = {
         "qvg": ("qvg-values", "qvg-keys"),
         "quantwm": ("quantwm-values", "quantwm-keys"),
         "affine": ("affine", "qvg"),
     }
-    return {
+    found = {
         name: paired(rows[a], rows[b], lambda s: psnr_of(s, part))
         for name, (a, b) in asked.items()
         if rows.get(a) and rows.get(b)
     }
+    if "affine" in found:
+        together = zip(rows["affine"], rows["qvg"], rows["quantwm"], strict=False)
+        scores = [[psnr_of(s, part) for s in three] for three in together]
+        found["half"] = figure([affine - (qvg + ours) / 2 for affine, qvg, ours in scores])
+    return found
 
 
 def _quality(series: Sequence[Any], part: slice) -> dict[str, Figure | None]:
@@ -172,25 +190,6 @@ def _sweep(results: Sequence[JobResult]) -> Document:
     }
 
 
-def _latency(result: JobResult) -> Document:
-    """Milliseconds a chunk of each lane, alone on the device, the second half of the run.
-
-    overhead: over the BF16 lane's same chunk, less 1, with an interval over chunks: on a machine
-    that does other things as well it is wide.
-    """
-    exact = numbers.warm_ms(result.series[REFERENCE])
-    return {
-        name: {
-            "ms": float(np.median(numbers.warm_ms(series))),
-            "overhead": figure(
-                [own / other - 1 for own, other in zip(numbers.warm_ms(series), exact, strict=True)]
-            ),
-            "tokens": series.tokens,
-        }
-        for name, series in result.series.items()
-    }
-
-
 def _flicker(results: Sequence[JobResult], experiment: str) -> Document:
     reference = series_of(results, experiment, REFERENCE)
     lanes = {v.name: series_of(results, experiment, v.name) for v in LANES}
@@ -199,6 +198,7 @@ def _flicker(results: Sequence[JobResult], experiment: str) -> Document:
         "lanes": {
             name: {
                 **numbers.flicker_of(series, reference),
+                "moved": numbers.moved_of(series, reference),
                 "curve": numbers.curve_of(series, "excess"),
             }
             for name, series in lanes.items()

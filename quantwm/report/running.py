@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from quantwm.cache import dispatch
 from quantwm.describe import hardware, versions
+from quantwm.errors import UserError
 from quantwm.evaluation.episodes import Episode
-from quantwm.report import plan, revisit
+from quantwm.report import latency, plan, revisit
 from quantwm.report.attention import study_attention
-from quantwm.report.jobs import Job, JobResult, run_job
-from quantwm.report.pool import Failure, Task, Workers, reasons, task_of
+from quantwm.report.jobs import Job, JobResult
+from quantwm.report.pool import GRACE, Failure, Task, Workers, reasons, task_of
 from quantwm.report.results import Document, Found, Results, results_of
 from quantwm.report.scale import SCRIPTS, Scale
 from quantwm.report.schedule import Size
 from quantwm.report.together import batches, run_jobs
-from quantwm.report.variants import ABLATION, ALL, METHODS, ROLES, known
+from quantwm.report.turns import interleaved, work_of
+from quantwm.report.variants import ALL
 from quantwm.worlds.base import World
 
-SOONER = {"main": 0.6, "short": 0.6}
-LONG = 3.0
-"""Of experiments, a rollout's work over the median one's from which on it begins first."""
-
+T = TypeVar("T")
 STARTING = 0.4
-"""Share of the seconds that the processes may take to start; latency is left out behind it."""
-TIMING = 0.12
-"""Share of the seconds that measuring latency may take."""
-TIMED = 2
-"""Chunks of the latency run that are measured however long they take."""
+"""Share of the seconds for which the start of all processes is waited for."""
+TIMING_SHARE = 0.12
+"""Of the seconds, what is kept for measuring latency behind everything else; at most as much as
+its rounds take and the processes need to end."""
 CROWDED = 0.5
 """Seconds of a chunk of a lane in each of P processes on a device, over P times those of one
 alone: small kernels of several processes overlap."""
@@ -83,7 +81,11 @@ class _Run:
         self._report, self._save = report, save
         self._began = time.time() if order.began is None else order.began
         self._deadline = self._began + order.seconds
-        self._found = Found(None, [], [])
+        kept = min(latency.TIMING + GRACE, TIMING_SHARE * order.seconds)
+        self._stop = self._deadline - kept
+        self._first: JobResult | None = None
+        self._untimed = ""
+        self._found = Found([], [], [])
         self._episodes: Sequence[Episode] = ()
         self._rollouts: Sequence[Job] = ()
         self._failures: list[str] = []
@@ -92,35 +94,39 @@ class _Run:
     def whole(self) -> Results:
         order, workers, scale = self._order, self._workers, self._order.scale
         world = workers.world
+        timed = plan.latency_job(world, scale)
         self._report("starting processes")
-        quiet = workers.ready()
+        if world.device.type == "cuda" or order.seconds < float("inf"):
+            # While the processes load theirs: a schedule needs to know what a chunk takes, and
+            # kernels that are compiled here are compiled for all.
+            self._first = self._timed(lambda: latency.first_chunks(world, timed))
+        workers.ready()
         self._episodes = revisit.load_tasks(order.truth, scale, world)
         self._rollouts = plan.rollout_jobs(world, scale)
         self._rollouts += revisit.revisit_jobs(world, self._episodes, plan.few_of(scale))
-        if quiet and time.time() < self._deadline:
-            self._report("latency")
-            share = min(self._deadline, time.time() + TIMING * order.seconds)
-            self._found.latency = run_job(world, plan.latency_job(world, scale), share, TIMED)
         self.rollouts(self._rollouts)
+        workers.end()
+        if time.time() < self._deadline:
+            self._report("latency, alone")
+            rounds = self._timed(lambda: latency.measure(world, timed, self._deadline))
+            self._found.latency = rounds or []
         return self._results(complete=True)
+
+    def _timed(self, measure: Callable[[], T]) -> T | None:
+        """A measurement in this process; what it says when it fails is kept, once."""
+        try:
+            return measure()
+        except (UserError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            self._untimed = f"latency: {' '.join(str(error).split())[:300]}"
+            return None
 
     def rollouts(self, rollouts: Sequence[Job]) -> Found:
         """Studies of recordings, and results of rollouts in the plan's order."""
         self._rollouts = rollouts
         recordings = plan.recording_jobs(self._workers.world, self._order.scale)
-        studied = tuple(v.name for v in known((*METHODS, *ROLES, *ABLATION)))
-        groups = interleaved(batches(rollouts, self._order.together))
-        first = long_ones(groups)
-        longest = sum(group[0].experiment in first for group in groups)
+        groups = [*batches(rollouts, self._order.together), *([job] for job in recordings)]
+        groups = interleaved(groups, self._order.processes // 2)
         tasks = [(group, self._task(group), self._size(group)) for group in groups]
-        tasks[longest:longest] = [
-            (
-                [],
-                task_of(study_attention, job, studied, self._deadline),
-                Size("recording", (1 + len(studied)) * len(job.actions)),
-            )
-            for job in recordings
-        ]
         done = self._run(tasks, [])
         # What fails together may do alone: one scene's mistake must not cost the others.
         pairs = list(zip((group for group, _, _ in tasks), done, strict=True))
@@ -130,10 +136,14 @@ class _Run:
         return self._found
 
     def _task(self, group: Sequence[Job]) -> Task[Any]:
-        return task_of(run_jobs, group, self._deadline)
+        if group[0].experiment == plan.RECORDED:
+            return task_of(study_attention, group[0], plan.studied(), self._stop)
+        return task_of(run_jobs, group, self._stop)
 
     def _size(self, group: Sequence[Job]) -> Size:
         """On a GPU a launch costs the same for several rollouts side by side."""
+        if group[0].experiment == plan.RECORDED:
+            return Size(plan.RECORDED, (1 + len(plan.studied())) * len(group[0].actions))
         work = work_of(group)
         if self._workers.world.device.type != "cuda":
             work *= len(group)
@@ -152,7 +162,7 @@ class _Run:
 
         done = self._workers.run(
             [task for _, task, _ in tasks],
-            self._deadline,
+            self._stop,
             self._report,
             sizes=[size for _, _, size in tasks],
             pace=self._pace(),
@@ -163,12 +173,11 @@ class _Run:
         return done
 
     def _pace(self) -> float:
-        """Seconds of a chunk of a lane, reckoned from the latency run; 0 without one."""
-        if self._found.latency is None:
+        """Seconds of a chunk of a lane, reckoned from the first chunks; 0 without them."""
+        if self._first is None:
             return 0.0
-        spent = [series.ms[-1] / 1e3 for series in self._found.latency.series.values()]
         crowd = self._order.processes / max(len(self._order.devices), 1)
-        return sum(spent) / len(spent) * max(1.0, CROWDED * crowd)
+        return latency.pace_of(self._first) * max(1.0, CROWDED * crowd)
 
     def _keep(self, pairs: Sequence[tuple[Sequence[Job], Any]]) -> None:
         places = {(job.experiment, job.label): place for place, job in enumerate(self._rollouts)}
@@ -177,10 +186,10 @@ class _Run:
         for group, one in pairs:
             if one is None or isinstance(one, Failure):
                 continue
-            if group:
-                results.extend(one)
-            else:
+            if group[0].experiment == plan.RECORDED:
                 errors.append(one)
+            else:
+                results.extend(one)
         results.sort(key=lambda r: places[r.job.experiment, r.job.label])
         self._found.results, self._found.errors = results, errors
         self._failures = reasons([one for _, one in pairs])
@@ -191,62 +200,29 @@ class _Run:
         self._next_save = time.time() + max(SAVING, WRITING * (time.time() - began))
 
     def _results(self, complete: bool) -> Results:
-        told = about(self._workers.world, self._order, self._found.results, self._began)
-        skipped = len(self._rollouts) - len(self._found.results)
+        told = about(self._workers.world, self._order, self._found, self._began)
+        recordings = plan.recording_jobs(self._workers.world, self._order.scale)
+        planned = counts_of([*self._rollouts, *recordings])
+        done = sum(told["rollouts"].values())
         told |= {
-            "rollouts_planned": len(self._rollouts),
-            "rollouts_skipped": skipped,
+            "planned": planned,
+            "rollouts_planned": sum(planned.values()),
+            "rollouts_skipped": sum(planned.values()) - done,
             "complete": complete,
             "seconds": round(time.time() - self._began, 1),
-            "failures": self._failures,
+            "failures": [*filter(None, [self._untimed]), *self._failures],
         }
         return results_of(self._workers.world, told, self._found, self._episodes)
 
 
-def interleaved(groups: Sequence[list[Job]]) -> list[list[Job]]:
-    """Experiments taking turns, so that a limit on time takes scenes from all and not one whole.
-
-    The longest come first, or all would wait for them at the end. Those that most tables rest on
-    come sooner: they are through after 60% of the time.
-    """
-    first = long_ones(groups)
-    by_experiment: dict[str, list[list[Job]]] = {}
-    for group in groups:
-        by_experiment.setdefault(group[0].experiment, []).append(group)
-    turns = [
-        (
-            experiment not in first,
-            place / len(several) * SOONER.get(experiment, 1.0),
-            order,
-            group,
-        )
-        for order, (experiment, several) in enumerate(by_experiment.items())
-        for place, group in enumerate(several)
-    ]
-    return [turn[-1] for turn in sorted(turns, key=lambda turn: turn[:3])]
+def counts_of(jobs: Sequence[Job]) -> dict[str, int]:
+    """How many of each experiment."""
+    return dict(Counter(job.experiment for job in jobs))
 
 
-def long_ones(groups: Sequence[list[Job]]) -> set[str]:
-    """Experiments whose rollouts take much longer than most: one minute, where it is one."""
-    work: dict[str, int] = {}
-    for group in groups:
-        name = group[0].experiment
-        work[name] = max(work_of(group), work.get(name, 0))
-    middle = median(work.values()) if work else 0
-    return {name for name, each in work.items() if each > LONG * middle}
-
-
-def work_of(group: Sequence[Job]) -> int:
-    """Chunks of lanes that rollouts side by side make, one after the other."""
-    return max(len(job.actions) for job in group) * (1 + len(group[0].lanes))
-
-
-def about(world: World, order: Order, results: Sequence[JobResult], began: float) -> Document:
+def about(world: World, order: Order, found: Found, began: float) -> Document:
     """Of the run: world, weights, machine, and how many rollouts of each experiment there are."""
     spec = world.spec
-    counts: dict[str, int] = {}
-    for result in results:
-        counts[result.job.experiment] = counts.get(result.job.experiment, 0) + 1
     return {
         "scale": order.scale.name,
         "scenes": order.scale.units,
@@ -263,7 +239,8 @@ def about(world: World, order: Order, results: Sequence[JobResult], began: float
         "policy": asdict(spec.policy),
         "fps": spec.fps,
         "scripts": list(SCRIPTS),
-        "rollouts": counts,
+        "rollouts": counts_of([result.job for result in found.results])
+        | ({plan.RECORDED: len(found.errors)} if found.errors else {}),
         "processes": order.processes,
         "devices": list(order.devices),
         "together": order.together,

@@ -27,7 +27,7 @@ class Scale:
         flicker_chunks: standing still and turning. recorded_chunks: whose q, k, v are kept.
         minute_chunks: one minute is 131. revisits: truth episodes of each of `revisit_kinds`.
         few: lanes of the flicker, minute and revisit runs; empty for all methods.
-        timed_chunks: whose latency is measured, lane by lane.
+        timed_chunks: of one round of the latency run, lane by lane; the second half counts.
         contact_sheets: scenes that are shown.
     """
 
@@ -76,8 +76,8 @@ PARTS = ("sweep_scenes", "flicker_scenes", "recorded_scenes", "minute_scenes", "
 PRESETS = {
     "full": Scale(
         name="full", scenes=8, seeds=2, scripts=2, chunks=22, taught=12, short_chunks=8,
-        sweep_scenes=32, sweep_chunks=5, flicker_scenes=16, flicker_chunks=22, recorded_scenes=4,
-        recorded_chunks=12, minute_scenes=8, minute_chunks=131, revisits=16, timed_chunks=24,
+        sweep_scenes=32, sweep_chunks=5, flicker_scenes=32, flicker_chunks=22, recorded_scenes=32,
+        recorded_chunks=12, minute_scenes=32, minute_chunks=131, revisits=32, timed_chunks=24,
         contact_sheets=2,
     ),
     "small": Scale(
@@ -93,4 +93,4 @@ PRESETS = {
         contact_sheets=1,
     ),
 }  # fmt: skip
-"""`full` needs about four minutes of an H200, `small` three of two CPU cores."""
+"""`full` needs about three minutes of two H200, `small` three of two CPU cores."""
