@@ -45,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
     parser.add_argument("--alone", action="store_true", help="encode each layer by itself")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
+    parser.add_argument("--brief", action="store_true", help="no chunk is watched, only timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -137,8 +138,8 @@ def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[s
         resident = engine.step(action)  # warms up, and is the last chunk of the 93 frames
         timed = [_timed(engine, action) for _ in range(options.chunks)]
         peak = _peak(device)  # from the second chunk on a video holds two states
-        host = host_time(engine, lambda: engine.step(action), lanes)
-        split = _split(engine, action, world, 1)
+        host = {} if options.brief else host_time(engine, lambda: engine.step(action), lanes)
+        split = {} if options.brief else _split(engine, action, world, 1)
         costliest = _costliest(engine, action, options.kernels)
         explained = engine.explain()
     blocks = [block for _, block in timed]

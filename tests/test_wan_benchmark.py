@@ -19,9 +19,8 @@ def options(*given: str) -> argparse.Namespace:
     return parser.parse_args(["--device", "cpu", "--frames", "29", "--chunks", "1", *given])
 
 
-@pytest.mark.parametrize("name", ["causal_forcing", "hy_worldplay_wan5b"])
-@pytest.mark.parametrize("together", [False, True])
-def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) -> None:
+def take_tiny(name: str, monkeypatch: pytest.MonkeyPatch) -> catalog.Entry:
+    """A tiny world under the name of a large one."""
     original = catalog.ENTRIES[name]
     vae = VAE_22 if original.kind == "memory" else VAE_21
     tiny = replace(original, config=WORLDS[name], vae=vae, latent=(4, 6))
@@ -30,6 +29,13 @@ def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) ->
     monkeypatch.setitem(catalog.ENTRIES, name, tiny)
     monkeypatch.setattr(memory_world, "POINTS", 200)
     monkeypatch.setattr(world_module, "CONDITION_LATENTS", 3)
+    return original
+
+
+@pytest.mark.parametrize("name", ["causal_forcing", "hy_worldplay_wan5b"])
+@pytest.mark.parametrize("together", [False, True])
+def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) -> None:
+    original = take_tiny(name, monkeypatch)
     given = ["--world", name, "--lanes", "bf16,qvg", *(["--together"] if together else [])]
     result = wan.run(options(*given))
     assert [row["lanes"] for row in result["rows"]] == (
@@ -45,3 +51,14 @@ def test_rows_of_a_tiny_world(name: str, together: bool, monkeypatch, capsys) ->
                 assert spans["launching"] >= 0 and len(spans) == (4 if phase == commits else 2)
     assert name in wan.table(result)
     assert "ms a chunk" in capsys.readouterr().err, "a row is said as soon as it is measured"
+
+
+def test_a_brief_run_times_and_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_tiny("causal_forcing", monkeypatch)
+    watched = []
+    monkeypatch.setattr(wan, "_split", lambda *given: watched.append(given))
+    result = wan.run(options("--world", "causal_forcing", "--lanes", "qvg", "--brief"))
+    (row,) = result["rows"]
+    assert not watched and row["host_ms"] == row["split_ms"] == {}
+    assert row["ms_per_chunk"]["qvg"] > 0 and row["kv_bytes"]["qvg"] > 0
+    assert "ms a chunk" in wan.table(result)
