@@ -191,3 +191,34 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
     load(tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] == seen[-1][1] == sum(p.numel() for p in make_model().parameters()) * 4
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def own_bytes() -> int:
+    """Memory of this process that no file stands behind; mapped pages can be taken back."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux' /proc")
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_is_never_held_twice(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    """49 MB in FP32: the loaded copy, one tensor on its way, and nothing else."""
+    config = replace(TINY, layers=4, heads=4, ffn_dim=1024, context_dim=64)
+    weights = upstream_weights(make_model(config))
+    size = sum(t.numel() for t in weights.values()) * dtype.itemsize
+    largest = max(t.numel() for t in weights.values()) * dtype.itemsize
+    if name.endswith("pt"):
+        torch.save({"generator": weights, "generator_ema": weights}, tmp_path / name)
+    else:
+        save_file(weights, tmp_path / name)
+    del weights
+    before, peak = own_bytes(), 0
+
+    def look(done: int, total: int) -> None:
+        nonlocal peak
+        peak = max(peak, own_bytes() - before - done)
+
+    model = load_transformer(tmp_path / name, dtype, "cpu", progress=look)
+    assert sum(p.nbytes for p in model.parameters()) == size > 20e6
+    assert peak < 2 * largest + 3e6, f"{peak / 1e6:.1f} MB beside the model of {size / 1e6:.1f}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_wan_encoders import UMT5, original_clip
+from test_wan_encoders import UMT5, original_clip, transformers_name
 from test_wan_loading import CONFIGS
 from test_wan_vae import original_name
 from wan_helpers import make_model, tiny_action, upstream_weights
@@ -41,6 +41,7 @@ WORLDS = {
         CONFIGS["matrix_game2_templerun"], context_dim=160, context_len=5
     ),
     "lingbot_v2_1p3b": CONFIGS["lingbot_world_v2"],
+    "lingbot_v2_14b": CONFIGS["lingbot_world_v2"],
     "hy_worldplay_wan5b": CONFIGS["hy_worldplay_wan5b"],
     "hy_worldplay_wan5b_append": CONFIGS["hy_worldplay_wan5b"],
 }  # fmt: skip
@@ -54,8 +55,20 @@ def random_(module: torch.nn.Module) -> torch.nn.Module:
     return module.requires_grad_(False)
 
 
-def write_parts(entry: catalog.Entry) -> None:
-    """The files of a world, as its repositories hold them."""
+def write_shards(weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Two files and their index, as large models are published."""
+    folder.mkdir()
+    names, where = sorted(weights), {}
+    for number, own in enumerate((names[::2], names[1::2]), 1):
+        file = f"diffusion_pytorch_model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in own}, folder / file)
+        where |= dict.fromkeys(own, file)
+    index = {"metadata": {}, "weight_map": where}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_parts(entry: catalog.Entry, original: str = "") -> None:
+    """The files of a world, as its repositories hold them. original: the published world's name."""
     for name, part in entry.parts.items():
         path = files.part_path(part)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +76,8 @@ def write_parts(entry: catalog.Entry) -> None:
             weights = upstream_weights(make_model(entry.config))
             if path.suffix:
                 torch.save({"generator": weights, "generator_ema": weights}, path)
+            elif original == "lingbot_v2_14b":
+                write_shards(weights, path)
             else:
                 path.mkdir()
                 save_file(weights, path / "weights.safetensors")
@@ -83,7 +98,9 @@ def write_parts(entry: catalog.Entry) -> None:
                 torch.save(weights, path)
             else:
                 path.mkdir()
-                save_file(weights, path / "model.safetensors")
+                named = {transformers_name(k): v.clone() for k, v in weights.items()}
+                named["encoder.embed_tokens.weight"] = named["shared.weight"].clone()
+                save_file(named, path / "model.safetensors")
         elif name == "clip":
             tower = ClipVision(ClipConfig(width=160, heads=2, layers=2, hidden=64, rows=5))
             torch.save(original_clip(dict(random_(tower).state_dict())), path)
@@ -123,7 +140,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     monkeypatch.setattr(world_module, "CONDITION_LATENTS", 3)  # 9 video frames to encode
     monkeypatch.setitem(catalog.ENTRIES, "tiny", entry)
     monkeypatch.setitem(registry.WORLDS, "tiny", "quantwm.worlds.wan.entry:tiny")
-    write_parts(entry)
+    write_parts(entry, name)
     return name
 
 
