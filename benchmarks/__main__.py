@@ -13,6 +13,7 @@ REGISTRY = {
     "codec": ("codec", "encode and decode of one layer, beside QVG's public code"),
     "cache": ("cache", "every method's encode and decode; syncs and compilations of a long run"),
     "attention": ("attention", "a chunk's queries over a long packed history, staged and fused"),
+    "low-memory": ("low_memory", "slabs by size and the fused kernel by launch row"),
     "frames": ("frames", "frames per second of the embedded world, and where the time goes"),
     "chunk": ("chunk", "a whole chunk of LingBot's size, packed over BF16"),
     "wan": ("wan", "full-size Wan worlds with random weights: time and bytes per format"),

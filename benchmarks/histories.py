@@ -62,12 +62,12 @@ class LayerHistory:
         return cls(cache)
 
     def with_workspace(
-        self, scratch_limit: int = SCRATCH_LIMIT, mode: AttentionMode = "staged"
+        self, scratch_limit: int = SCRATCH_LIMIT, mode: AttentionMode = "staged", **slab: int
     ) -> LayerHistory:
-        """The same history read through another scratch."""
+        """The same history read through another scratch; slab: as in `Workspace`."""
         self.cache.abort_chunk()
         other = self.cache.fork()
-        other.workspace = Workspace(scratch_limit, mode)
+        other.workspace = Workspace(scratch_limit, mode, **slab)
         for cache in (self.cache, other):
             cache.begin_chunk(cache.next_frame or 0, cache.spec.frames_per_chunk)
         return LayerHistory(other)

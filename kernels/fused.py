@@ -59,14 +59,21 @@ class Running:
     needed beyond the output; what a segment was read from is free for others after its launch.
     """
 
-    def __init__(self, q: Tensor, scale: float, several: bool = True) -> None:
-        """q: [H, Nq, D]; several: more than one launch will come. ValueError on anything else."""
+    def __init__(
+        self, q: Tensor, scale: float, several: bool = True, out: Tensor | None = None
+    ) -> None:
+        """q: [H, Nq, D]; several: more than one launch will come; out: contiguous, like q, made
+        where none is given. ValueError on anything else."""
         reason = unsupported_queries(q)
         if reason or q.stride(2) != 1:
             raise ValueError(f"no kernel: {reason or 'channels of q must be adjacent'}")
         heads, queries, dim = q.shape
         self._q, self._scale, self._first = q, scale, True
-        self.out = torch.empty((heads, queries, dim), dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.out = out
+        if self.out.shape != q.shape or self.out.dtype != q.dtype or not self.out.is_contiguous():
+            raise ValueError(f"out must be contiguous {q.dtype} {tuple(q.shape)}")
         self._state = (self.out, self.out, self.out)  # neither read nor written
         if several:
             rows = torch.empty((2, heads, queries), dtype=torch.float32, device=q.device)

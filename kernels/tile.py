@@ -128,8 +128,13 @@ def code_levels(codes_ptr, zero, rows, valid, D: tl.constexpr, BITS: tl.constexp
 
     A code is put into the last bits of 2^23, which then go with the zero: no conversion.
     """
+    return word_levels(code_words(codes_ptr, rows, valid, D, BITS), zero, BITS)
+
+
+@triton.jit
+def word_levels(packed, zero, BITS: tl.constexpr = 2):
+    """The same of words that are loaded."""
     shifts = BITS * tl.arange(0, 32 // BITS)
-    packed = code_words(codes_ptr, rows, valid, D, BITS)
     codes = ((packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)) | 0x4B000000
     return codes.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
 

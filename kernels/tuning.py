@@ -27,6 +27,7 @@ class Launch:
 COMPILED = "2026-11-29, compiles for sm_90 without spills; not yet timed"
 TIMED = "2026-11-29, H200 shared with a training, 40 x 4,680 x 128, 256 centroids: "
 ALONE = "2026-11-29, H200, 40 x 4,680 x 128, 256 centroids: "
+BOTH = "2026-11-30, H200, 40 heads x 128, 256 centroids, at 4,680 and 18,720 tokens: "
 
 PREPARE = {
     64: Launch(0, 64, 4, 1, COMPILED),
@@ -69,18 +70,18 @@ ENCODE_PSAC = {
 }
 DECODE = {
     64: Launch(64, 8, 1, 1, COMPILED),
-    128: Launch(64, 4, 1, 1, COMPILED),
+    128: Launch(64, 8, 4, 1, BOTH + "0.0216 and 0.0658 ms; 64, 8, 1 warp 0.0204 and 0.0674"),
     256: Launch(64, 4, 1, 1, COMPILED),
 }
 """Here block_k are the tokens of a step: a program goes through its block_n step by step."""
 DECODE_AFFINE = {
     64: Launch(64, 8, 1, 1, COMPILED),
-    128: Launch(64, 4, 1, 1, COMPILED),
+    128: Launch(32, 4, 1, 1, BOTH + "0.0224 and 0.0685 ms; 64, 8, 1 warp 0.0241 and 0.0675"),
     256: Launch(64, 4, 1, 1, COMPILED),
 }
 DECODE_PSAC = {
     64: Launch(64, 64, 1, 1, COMPILED),
-    128: Launch(64, 128, 1, 1, COMPILED),
+    128: Launch(64, 128, 1, 1, BOTH + "0.0275 and 0.0882 ms; 128, 128 0.0272 and 0.0878"),
     256: Launch(64, 128, 1, 1, COMPILED),
 }
 """Here block_k are channels of a pass, of 16 tokens a step of one warp."""
@@ -126,9 +127,11 @@ FLASH = {
     128: Launch(64, 128, 8, 2, ALONE + "0.92 ms for 4,680 queries, second 0.97", 128),
 }
 FLASH_PACKED = {
-    64: Launch(64, 128, 8, 3, COMPILED),
-    128: Launch(64, 128, 8, 3, COMPILED),
+    64: Launch(64, 128, 8, 1, COMPILED),
+    128: Launch(64, 128, 8, 1, COMPILED),
 }
+"""One stage: a gathered centroid is loaded through the multiprocessor's cache, in which a head's 64
+KB of them stay; an asynchronous copy of it goes past that cache."""
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 3, COMPILED),

@@ -100,8 +100,12 @@ def test_attention_in_slabs(monkeypatch: pytest.MonkeyPatch, method: str) -> Non
     cache.begin_chunk(21, 3)
     staged = cache.attend(0, q, k, v)
     cache.workspace = Workspace(scratch_limit=1, mode="slabs")
-    assert relative_error(cache.attend(0, q, k, v), staged.double()) < 1e-5
+    slabs = cache.attend(0, q, k, v)
+    assert relative_error(slabs, staged.double()) < 1e-5
     assert cache.workspace.nbytes == 2 * 2 * 128 * 64 * 4
+    cache.workspace = Workspace(mode="slabs", slab_heads=1)  # another slab, heads in turns
+    assert torch.equal(cache.attend(0, q, k, v), slabs)
+    assert cache.workspace.nbytes == 2 * 256 * 64 * 4
 
 
 @pytest.mark.parametrize("case", [("qvg", 0), ("quantwm", 0), ("quantwm", 3)], ids=str)

@@ -11,8 +11,8 @@ from quantwm.cache import CachePolicy, CacheSpec, KVCache, LayerWrite, dispatch,
 from quantwm.cache import attention as attention_module
 from quantwm.cache.attention import attention
 from quantwm.cache.formats.qvg import QvgConfig, QvgFormat
-from quantwm.cache.slabs import SLAB_BYTES, slab_tokens
-from quantwm.cache.workspace import SCRATCH_LIMIT, Workspace, heads_at_once
+from quantwm.cache.slabs import slab_heads, slab_tokens
+from quantwm.cache.workspace import SCRATCH_LIMIT, SLAB_BYTES, Workspace, heads_at_once
 from quantwm.errors import UserError
 
 HEADS, FRAME, DIM = 5, 6, 16
@@ -149,6 +149,9 @@ def test_what_goes_to_the_fused_kernel(
 
 
 def test_slabs_are_few_and_equal() -> None:
+    assert [slab_heads(40, most) for most in (0, 50, 40, 14, 10, 1)] == [40, 40, 40, 14, 10, 1]
+    assert slab_heads(40, 11) == 10
+    assert slab_tokens(28_080, 10, 128, 2, 21_000_000) == 4_096
     assert slab_tokens(28_080, 40, 128, 2, SLAB_BYTES) == 4_096
     assert slab_tokens(8_192, 40, 128, 2, SLAB_BYTES) == 4_096
     assert slab_tokens(8_200, 40, 128, 2, SLAB_BYTES) == 2_816

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from kernels.format import Side
 from quantwm.cache.dispatch import fused_kernel, note_fallback
 from quantwm.cache.formats.base import Fusible
 from quantwm.cache.reading import Reading
-from quantwm.cache.slabs import SLAB_BYTES, attend_slabs
+from quantwm.cache.slabs import attend_slabs
 from quantwm.cache.unrotation import wants_unrotated
 from quantwm.cache.workspace import Workspace
 
@@ -37,12 +38,15 @@ def low_memory_attention(
         if not isinstance(segments, str):
             return kernel.fused(q, segments, scale)
         note_fallback(
-            f"attention goes in slabs of at most {SLAB_BYTES:,} bytes where it was to be fused: "
-            f"{segments}"
+            f"attention goes in slabs of at most {workspace.slab_bytes:,} bytes where it was to be "
+            f"fused: {segments}"
         )
-    running = kernel.Running(q, scale)
-    attend_slabs(reading, workspace, running)
-    return running.out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    attend_slabs(
+        reading, workspace, out,
+        lambda heads: kernel.Running(q[heads], scale, out=out[heads]),
+    )  # fmt: skip
+    return out
 
 
 def _segments(reading: Reading, q: Tensor) -> list[Shown] | str:

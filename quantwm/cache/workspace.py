@@ -63,6 +63,12 @@ def heads_at_once(
     return -(-heads // passes)
 
 
+SLAB_BYTES = 84_000_000
+"""Of a slab's keys and values at most: 4,096 tokens of 40 heads of 128 in BF16."""
+SLAB_HEADS = 0
+"""Heads of a slab at most, 0 for all: fewer heads of as many tokens are a smaller slab, and their
+running softmax is smaller too."""
+
 VIEWS = 8
 """Shapes of the scratch that are kept: a view takes 2 us of the host, four of them in every layer;
 Matrix-Game-2's streams have three shapes."""
@@ -84,6 +90,8 @@ class Workspace:
         scratch_limit: int = SCRATCH_LIMIT,
         mode: AttentionMode | None = None,
         kept_limit: int = 0,
+        slab_bytes: int = SLAB_BYTES,
+        slab_heads: int = SLAB_HEADS,
     ) -> None:
         """scratch_limit: bytes that an attention decodes into at a time; beyond it heads take
         turns, with the same bits. One head's tokens, and what `gather` returns, are not split.
@@ -93,10 +101,18 @@ class Workspace:
 
         kept_limit: bytes of histories of several layers that are kept for a chunk's later passes,
         layers beyond it being decoded in each; counted in `tensors`.
+
+        slab_bytes, slab_heads: of a slab at most; every choice gives the same bits.
         """
         if scratch_limit < 1:
             raise UserError(f"scratch_limit is in bytes and at least 1, got {scratch_limit}")
+        if slab_bytes < 1 or slab_heads < 0:
+            raise UserError(
+                "slab_bytes is at least 1 and slab_heads at least 0 (0: all heads), got "
+                f"{slab_bytes} and {slab_heads}"
+            )
         self.scratch_limit = scratch_limit
+        self.slab_bytes, self.slab_heads = min(slab_bytes, scratch_limit), slab_heads
         self.mode = attention_mode(mode)
         self.kept_limit = kept_limit
         self._kept: dict[int, Kept] = {}
