@@ -164,7 +164,7 @@ def parts(case: Case) -> dict[str, Callable[[], object]]:
     """What encoding keys is made of, and what the encoder's own settings are tried on."""
     tokens = Tokens.of(case.k, ROPE, case.positions)
     slot, mean = case.slot, tokens.centre()[0]
-    metric, projection = slot.metric(128), slot.projection("keys")
+    metric, projection = slot.metric(), slot.projection("keys")
     return {
         "  of which mean of keys": lambda: tokens.coded_mean(mean),
         "  of which codes of keys": lambda: tokens.encoded(
@@ -178,7 +178,7 @@ def parts(case: Case) -> dict[str, Callable[[], object]]:
 
 def _made_ready(case: Case) -> None:
     case.learned.forget()
-    case.slot.metric(128)
+    case.slot.metric()
 
 
 def table(result: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def _encoded(given: tuple[int, int, int, int, str], row: Row) -> dict[str, Any]:
     case = _case(given)
     seen = Tokens.of(case.k, ROPE, case.positions)
     slot, mean = case.slot, torch.zeros(case.heads, 128, device=case.device)
-    metric, projection = slot.metric(128), slot.projection("keys")
+    metric, projection = slot.metric(), slot.projection("keys")
     work = partial(seen.encoded, mean, slot.keys, metric, 2, True, projection)
     codes: list[Tensor] = []
     for tried in (ENCODE_ROWS[0], row):

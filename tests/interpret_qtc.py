@@ -17,9 +17,10 @@ from quantwm.cache.dispatch import QtcKernels
 from quantwm.cache.formats import qtc_basis, qtc_lesson, qtc_ready, qtc_span, qtc_tokens
 from quantwm.cache.formats.base import QueryGuide
 from quantwm.cache.formats.qtc import QtcConfig, QtcFormat
+from quantwm.cache.formats.qtc_correlations import Correlations
 from quantwm.cache.formats.qtc_lesson import LearnedGuide, Lesson, SlotGuide, slot_metric
 from quantwm.cache.formats.qtc_span import QtcSpan
-from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, triangle
+from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics
 from quantwm.cache.formats.qtc_tokens import Projection, Tokens
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
@@ -181,15 +182,15 @@ def test_what_a_run_of_layers_is_encoded_by(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(qtc_lesson, "qtc_kernels", lambda *_: KERNELS)
     cases = [Case(2, 8, 64, 2.0, 0.5) for _ in range(3)]
     queries = [_randn(2, 90, 64, seed=seed) for seed in range(3)]
-    moments = tuple(QueryMoment(triangle(q.mT @ q), 90) for q in queries)
+    moments = tuple(QueryMoment(Correlations.of(q.mT @ q), 90) for q in queries)
     bases = tuple(case.basis for case in cases)
     lesson = Lesson(1, bases, bases, 90, ())
     guide = LearnedGuide(LAYOUTS[64], TokenPositions(0, 8), moments, 8, lesson)
     held = len(guide.tensors())
     for slot in (0, 1, 2, 0):
         known = guide.of_slot(slot)
-        alone = slot_metric(moments[slot], 64, LAYOUTS[64], 8)
-        torch.testing.assert_close(known.metric(64), alone.float(), atol=1e-5, rtol=1e-4)
+        alone = slot_metric(moments[slot], LAYOUTS[64], 8)
+        torch.testing.assert_close(known.metric(), alone.float(), atol=1e-5, rtol=1e-4)
         for role, metric in (("keys", alone), ("values", None)):
             expected = Projection.of(KERNELS, bases[slot], metric)
             found = known.projection(role)

@@ -12,6 +12,7 @@ from qtc_helpers import SPEC, Lane, Source, learner_of
 from torch import Tensor
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, dispatch, make_format
+from quantwm.cache.formats.qtc_correlations import Correlations
 from quantwm.cache.formats.qtc_doubts import doubts
 from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
@@ -74,11 +75,11 @@ def test_indefinite_statistics() -> None:
     """A covariance with a negative direction: floored, said, and no channel explodes."""
     lane, source = Lane().run(Source(), 3), Source()
 
-    def indefinite(scatter: Tensor) -> Tensor:
-        corner = torch.zeros_like(scatter)
-        rows, columns = torch.triu_indices(32, 32)
-        corner[:, rows == columns] = torch.where(torch.arange(32) < 4, -2.0, 0.0)
-        return scatter + corner * scatter[:, rows == columns].mean()
+    def indefinite(scatter: Correlations) -> Correlations:
+        matrix = scatter.matrix()
+        own = scatter.deviations.square().mean() / 8
+        matrix[:, :4, :4] = own * (2 * torch.eye(4) - 1)  # their sum has -2 own
+        return Correlations.of(matrix)
 
     _with_scatter(lane, indefinite)
     lane.run(source, 6)
@@ -101,7 +102,7 @@ def test_singular_statistics() -> None:
 
 def test_statistics_that_are_not_finite_keep_the_codes_without_a_basis() -> None:
     lane = Lane().run(Source(), 3)
-    _with_scatter(lane, lambda scatter: torch.full_like(scatter, torch.nan))
+    _with_scatter(lane, lambda known: replace(known, deviations=known.deviations * torch.nan))
     lane.run(Source(), 4)
     assert lane.generation == 0 and max(lane.errors()) < 0.3
     assert any("qtc codes without a basis: no basis comes of" in text for text in _said())

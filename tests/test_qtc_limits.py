@@ -129,7 +129,9 @@ def test_statistics_without_a_basis_fall_back_and_explain_says_so(
     monkeypatch.setattr(dispatch, "_notes", {})
     lane = Lane().run(Source(), 3)
     learner = learner_of(lane)
-    broken = replace(learner.statistics[1].values, scatter=torch.full((2, 528), torch.nan))
+    values = learner.statistics[1].values
+    unknown = replace(values.scatter, deviations=torch.full((2, 32), torch.nan))
+    broken = replace(values, scatter=unknown)
     lane.cache._learner = learner.with_chunk({1: replace(learner.statistics[1], values=broken)})
     lane.run(Source(), 4)
     assert lane.generation == 0 and max(lane.errors()) < 0.3
@@ -185,7 +187,7 @@ def test_ledger_parts_to_the_byte() -> None:
     assert parts["gains"] == slots * heads * 2 * tokens
     assert parts["means"] == slots * 2 * chunks * (heads * (32 + 2) + 4)
     corner = 32 * 33 // 2
-    own = heads * (3 * corner * 4 + 2 * 32 * 4 + 2 * 8)
+    own = heads * (3 * (corner * 2 + 32 * 4) + 2 * 32 * 4 + 2 * 8)
     assert parts["statistics"] == slots * (own + 2 * 8)
     kept = make_format("qtc")._rows("keys", 32)
     assert parts["bases"] == slots * heads * 2 * (kept * 34 + 64 + kept // 16)

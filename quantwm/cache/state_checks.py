@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quantwm.cache.codebook_life import BookFit
 from quantwm.cache.formats.base import Role
+from quantwm.cache.formats.qtc_correlations import Correlations
 from quantwm.cache.formats.qtc_lesson import LearnedGuide, Lesson
 from quantwm.cache.formats.qtc_statistics import Moments, QueryMoment, SlotStatistics
 from quantwm.cache.segments import ChunkGuide, Segment, SpanPlan
@@ -250,19 +251,25 @@ def _moments(moments: Moments, cache: Any) -> list[Wanted]:
     known = moments.total.numel() > 0
     if moments.count < 0 or known != (moments.count > 0):
         raise ValueError("moments of another count")
-    total, scatter = ((heads, dim), (heads, dim * (dim + 1) // 2)) if known else ((0,), (0,))
-    outliers = (1,) if known else (0,)
+    total, outliers = ((heads, dim), (1,)) if known else ((0,), (0,))
     return [
         Wanted("outliers", moments.outliers, torch.int64, outliers, not_negative),
         Wanted("total", moments.total, torch.float32, total),
-        Wanted("scatter", moments.scatter, torch.float32, scatter),
+        *_correlations("scatter", moments.scatter, known, cache),
     ]
 
 
 def _queries(queries: QueryMoment, cache: Any) -> list[Wanted]:
-    heads, dim = cache.spec.heads, cache.spec.head_dim
-    known = queries.triangle.numel() > 0
+    known = queries.moment.deviations.numel() > 0
     if queries.count < 0 or known != (queries.count > 0):
         raise ValueError("a query moment of another count")
-    shape = (heads, dim * (dim + 1) // 2) if known else (0,)
-    return [Wanted("triangle", queries.triangle, torch.float32, shape)]
+    return _correlations("moment", queries.moment, known, cache)
+
+
+def _correlations(what: str, found: Correlations, known: bool, cache: Any) -> list[Wanted]:
+    heads, dim = cache.spec.heads, cache.spec.head_dim
+    shapes = ((heads, dim), (heads, dim * (dim + 1) // 2)) if known else ((0,), (0,))
+    return [
+        Wanted(f"{what}'s deviations", found.deviations, torch.float32, shapes[0], not_negative),
+        Wanted(f"{what}'s correlations", found.codes, torch.int16, shapes[1]),
+    ]

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from quantwm.cache.chunk import BF16, Codebooks
 from quantwm.cache.codebook_life import BookFit
-from quantwm.cache.formats import kivi, qtc_basis, qtc_lesson, qtc_span, qtc_statistics, rtn
+from quantwm.cache.formats import (
+    kivi,
+    qtc_basis,
+    qtc_correlations,
+    qtc_lesson,
+    qtc_span,
+    qtc_statistics,
+    rtn,
+)
 from quantwm.cache.formats.base import Codebook, Format
 from quantwm.cache.formats.bf16 import Bf16Span
 from quantwm.cache.formats.correction import Correction
@@ -40,6 +48,7 @@ SAVED: dict[str, type] = {
         Bf16Span, rtn.TokenGroups, kivi.ChannelGroups, QvgSpan, QvgProSpan, QuantWMSpan, Correction,
         qtc_span.QtcSpan, qtc_basis.Basis, qtc_lesson.Lesson, qtc_lesson.LearnedGuide,
         qtc_statistics.SlotStatistics, qtc_statistics.Moments, qtc_statistics.QueryMoment,
+        qtc_correlations.Correlations,
     )
 }  # fmt: skip
 """Classes that a saved cache may hold."""

@@ -30,6 +30,7 @@ BLOCK_BYTES = 64 << 20
 DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "I8": torch.int8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,

@@ -20,6 +20,7 @@ from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats import qtc_gain
 from quantwm.cache.formats.base import Codebook, QueryGuide, Role, storage_bytes
 from quantwm.cache.formats.qtc_basis import Basis, basis_bytes
+from quantwm.cache.formats.qtc_correlations import correlation_bytes
 from quantwm.cache.formats.qtc_learner import (
     Coding,
     OutputMetric,
@@ -30,7 +31,7 @@ from quantwm.cache.formats.qtc_lesson import SlotGuide
 from quantwm.cache.formats.qtc_levels import MAX_WIDTH
 from quantwm.cache.formats.qtc_planes import BLOCK, WORD
 from quantwm.cache.formats.qtc_span import QtcSpan, cut_all, join_all
-from quantwm.cache.formats.qtc_statistics import SlotStatistics, moment_bytes, statistics_bytes
+from quantwm.cache.formats.qtc_statistics import SlotStatistics, statistics_bytes
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.spec import RopeLayout
 from quantwm.errors import UserError
@@ -193,7 +194,7 @@ class QtcFormat:
         if not isinstance(known, SlotGuide):
             known = SlotGuide.unknown(tokens, x.device)
         basis = known.keys if role == "keys" else known.values
-        metric = known.metric(head_dim) if role == "keys" else self._value_metric(known, basis)
+        metric = known.metric() if role == "keys" else self._value_metric(known, basis)
         positions = known.positions
         tokens_in = Tokens.of(x, known.rope if role == "keys" else None, positions)
         about = torch.zeros(heads, head_dim, device=x.device)
@@ -295,4 +296,4 @@ class QtcFormat:
     def learned_bytes(self, heads: int, head_dim: int, waiting: int) -> int:
         """Statistics of one slot; a waiting chunk holds the query moment that it came with."""
         own = statistics_bytes(heads, head_dim)
-        return own + waiting * moment_bytes(heads, head_dim)
+        return own + waiting * correlation_bytes(heads, head_dim)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantwm.cache.formats import qtc_basis
-from quantwm.cache.formats.qtc_statistics import Moments, SlotStatistics, full
+from quantwm.cache.formats.qtc_statistics import Moments, SlotStatistics
 
 ROLES = ("keys", "values")
 
@@ -41,8 +41,7 @@ def doubts(statistics: Sequence[SlotStatistics], shrinkage: Sequence[float]) -> 
 
 def _flags(known: Moments, shrinkage: float) -> Tensor:
     """Whether some channel never changes, and whether some head's covariance is indefinite."""
-    head_dim, mean = known.total.shape[1], known.mean
-    scatter = full(known.scatter / known.count, head_dim)
+    mean, scatter = known.mean, known.scatter.matrix()
     variance = scatter.diagonal(dim1=-2, dim2=-1)
     still = variance <= qtc_basis.floors(variance.double().mean(-1), mean).unsqueeze(-1)
     cov = qtc_basis.covariance(scatter, mean, shrinkage)

@@ -18,11 +18,12 @@ from torch import Tensor
 from quantwm.cache.dispatch import note_fallback
 from quantwm.cache.formats import qtc_basis
 from quantwm.cache.formats.qtc_basis import Basis, basis_bytes
+from quantwm.cache.formats.qtc_correlations import Correlations
 from quantwm.cache.formats.qtc_doubts import doubts
 from quantwm.cache.formats.qtc_lesson import LearnedGuide, Lesson, slot_metric
 from quantwm.cache.formats.qtc_metric import metric
 from quantwm.cache.formats.qtc_span import QtcSpan
-from quantwm.cache.formats.qtc_statistics import SlotStatistics, full
+from quantwm.cache.formats.qtc_statistics import SlotStatistics
 from quantwm.cache.formats.qtc_tokens import Tokens
 from quantwm.cache.formats.qtc_worker import Job
 from quantwm.cache.positions import TokenPositions
@@ -165,7 +166,7 @@ class QtcLearner:
         """Metric that the open chunk's keys were encoded with."""
         known, guide = self.statistics[slot], self._guide
         if guide is not None and guide.queries[slot] is known.queries:
-            return guide.of_slot(slot).metric(known.keys.total.shape[1])
+            return guide.of_slot(slot).metric()
         return self._metric(known)
 
     def with_chunk(self, observed: Mapping[int, SlotStatistics]) -> QtcLearner:
@@ -264,8 +265,7 @@ class QtcLearner:
         return Lesson(generation, tuple(keys), tuple(values), seen, tuple(promised))
 
     def _metric(self, slot: SlotStatistics) -> Tensor | None:
-        head_dim = slot.keys.total.shape[1]
-        return slot_metric(slot.queries, head_dim, self.rope, self.coding.horizon_frames)
+        return slot_metric(slot.queries, self.rope, self.coding.horizon_frames)
 
     def _output(self, slot: int) -> Tensor | None:
         return None if self.output is None else weighed_by(self.output(slot))
@@ -276,7 +276,7 @@ class QtcLearner:
         moments = [(own.keys, own.values)[role] for own in known]
         mean = torch.cat([m.mean for m in moments])
         cov = qtc_basis.covariance(
-            full(torch.cat([m.scatter / m.count for m in moments]), head_dim),
+            Correlations.joined([m.scatter for m in moments]).matrix(),
             mean,
             (KEY_SHRINKAGE, VALUE_SHRINKAGE)[role],
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +12,7 @@ from quantwm.cache.dispatch import qtc_kernels
 from quantwm.cache.formats.qtc_basis import Basis
 from quantwm.cache.formats.qtc_metric import metric
 from quantwm.cache.formats.qtc_ready import Ready
-from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics, full
+from quantwm.cache.formats.qtc_statistics import QueryMoment, SlotStatistics
 from quantwm.cache.formats.qtc_tokens import Projection
 from quantwm.cache.positions import TokenPositions
 from quantwm.cache.spec import RopeLayout
@@ -64,12 +63,12 @@ class SlotGuide:
         queries = SlotStatistics.empty(device).queries
         return cls(None, TokenPositions(0, tokens), queries, 1, None, None)
 
-    def metric(self, head_dim: int) -> Tensor | None:
+    def metric(self) -> Tensor | None:
         """Of key errors, float64 or float32 [H, D, D]; None before any query."""
         found = None if self.ready is None else self.ready.metric(self.slot)
         if found is not None:
             return found
-        return slot_metric(self.queries, head_dim, self.rope, self.horizon_frames)
+        return slot_metric(self.queries, self.rope, self.horizon_frames)
 
     def projection(self, role: str) -> Projection | None:
         """On the basis of keys in that metric, or of values in the plain one, where it is made for
@@ -104,20 +103,18 @@ class LearnedGuide:
     @cached_property
     def _ready(self) -> Ready | None:
         """None where the kernels do not run, and before anything was seen."""
-        triangle = self.queries[0].triangle
-        if triangle.dim() != 2 and self.lesson is None:
+        known = self.queries[0].moment.deviations
+        if not self.queries[0].count and self.lesson is None:
             return None
         if self.lesson is None:
-            head_dim = (math.isqrt(8 * triangle.shape[1] + 1) - 1) // 2
-            heads, bases = triangle.shape[0], None
+            shape, bases = known.shape, None
         else:
-            heads, head_dim = self.lesson.keys[0].mean.shape
+            shape = self.lesson.keys[0].mean.shape
             bases = self.lesson.keys, self.lesson.values
-        kernels = qtc_kernels(triangle.device, head_dim)
+        kernels = qtc_kernels(known.device, shape[1])
         if kernels is None:
             return None
-        shape = heads, head_dim
-        return Ready(kernels, self.rope, self.queries, self.horizon_frames, bases, shape)
+        return Ready(kernels, self.rope, self.queries, self.horizon_frames, bases, tuple(shape))
 
     def forget(self) -> None:
         """Drop what was made for the encoding alone; it is made again when asked for."""
@@ -130,17 +127,15 @@ class LearnedGuide:
         """What it holds beside the bases and the places of tokens."""
         ready = self.__dict__.get("_ready")
         made = [] if ready is None else ready.tensors()
-        return [*(slot.triangle for slot in self.queries), *made]
+        return [*(t for slot in self.queries for t in slot.moment.tensors()), *made]
 
     def places(self) -> list[Tensor]:
         """Of its tokens, once some between them were dropped."""
         return [] if self.positions.places is None else [self.positions.places]
 
 
-def slot_metric(
-    queries: QueryMoment, head_dim: int, rope: RopeLayout | None, horizon: int
-) -> Tensor | None:
+def slot_metric(queries: QueryMoment, rope: RopeLayout | None, horizon: int) -> Tensor | None:
     """Metric of key errors, float64 [H, D, D]; None before any query."""
     if not queries.count:
         return None
-    return metric(full(queries.triangle, head_dim), rope, horizon)
+    return metric(queries.moment.matrix(), rope, horizon)

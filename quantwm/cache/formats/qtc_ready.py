@@ -18,7 +18,8 @@ from torch import Tensor
 from quantwm.cache.dispatch import QtcKernels
 from quantwm.cache.formats import qtc_metric
 from quantwm.cache.formats.qtc_basis import Basis
-from quantwm.cache.formats.qtc_statistics import QueryMoment, full
+from quantwm.cache.formats.qtc_correlations import Correlations
+from quantwm.cache.formats.qtc_statistics import QueryMoment
 from quantwm.cache.formats.qtc_tokens import Projection
 from quantwm.cache.spec import RopeLayout
 
@@ -90,7 +91,7 @@ class Ready:
         some = slice(first, first + self._slots)
         metric = None
         if all(moment.count for moment in self._queries[some]):
-            moments = full(torch.cat([m.triangle for m in self._queries[some]]), self._head_dim)
+            moments = Correlations.joined([m.moment for m in self._queries[some]]).matrix()
             metric = qtc_metric.metric(moments, self._rope, self._horizon, torch.float32)
         if self._bases is None:
             return _Run(first, metric, None, None)

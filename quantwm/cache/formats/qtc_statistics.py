@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from quantwm.cache.formats.qtc_correlations import Correlations, correlation_bytes
 from quantwm.cache.formats.qtc_tokens import Tokens
 
 
@@ -17,22 +17,21 @@ class Moments:
 
     Attributes:
         total: float32 [H, D], sum of tokens.
-        scatter: float32 [H, D (D + 1) / 2], upper triangle of the sum of (x - m)(x - m)^T, each
-            chunk about its own mean.
+        scatter: mean of (x - m)(x - m)^T, each chunk about its own mean.
         outliers: int64 [1], tokens and heads that did not count in full: far from all others, or
             too large for sums. For `explain` (qtc_doubts.py).
         count: tokens.
     """
 
     total: Tensor
-    scatter: Tensor
+    scatter: Correlations
     outliers: Tensor
     count: int = 0
 
     @classmethod
     def empty(cls, device: torch.device) -> Moments:
         nothing = torch.zeros(0, device=device)
-        return cls(nothing, nothing, nothing.long())
+        return cls(nothing, Correlations.empty(device), nothing.long())
 
     def with_chunk(
         self, tokens: Tokens, mass: Tensor | None = None, count: int | None = None
@@ -45,13 +44,14 @@ class Moments:
         outliers = (weights < 1.0).sum(1)
         if mass is not None:
             weights = weights * mass
-        scatter = triangle(tokens.second_moment(mean, weights))
+        scatter = tokens.second_moment(mean, weights)
         total, scatter = count * mean, scatter * (count / here)
-        finite = (torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1)).unsqueeze(-1)
-        outliers = torch.where(finite.squeeze(-1), outliers, here).sum(0, keepdim=True)
+        finite = torch.isfinite(total).all(-1) & torch.isfinite(scatter).all(-1).all(-1)
+        outliers = torch.where(finite, outliers, here).sum(0, keepdim=True)
+        scatter = torch.where(finite[:, None, None], scatter, 0.0)
         return Moments(
-            _plus(self.total, torch.where(finite, total, 0.0)),
-            _plus(self.scatter, torch.where(finite, scatter, 0.0)),
+            _plus(self.total, torch.where(finite[:, None], total, 0.0)),
+            self.scatter.grown(scatter, self.count, count),
             _plus(self.outliers, outliers),
             self.count + count,
         )
@@ -63,16 +63,17 @@ class Moments:
 
 @dataclass(frozen=True)
 class QueryMoment:
-    """Triangle of the sum of q q^T over `count` un-rotated queries, float32 [H, D (D + 1) / 2]."""
+    """Mean of q q^T over `count` un-rotated queries."""
 
-    triangle: Tensor
+    moment: Correlations
     count: int = 0
 
     def with_chunk(self, queries: Tokens, count: int) -> QueryMoment:
         """count: queries that these stand for."""
-        added = triangle(queries.second_moment()) * (count / queries.given.shape[1])
-        added = torch.where(torch.isfinite(added).all(-1, keepdim=True), added, 0.0)
-        return QueryMoment(_plus(self.triangle, added), self.count + count)
+        added = queries.second_moment() * (count / queries.given.shape[1])
+        finite = torch.isfinite(added).all(-1).all(-1)[:, None, None]
+        added = torch.where(finite, added, 0.0)
+        return QueryMoment(self.moment.grown(added, self.count, count), self.count + count)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class SlotStatistics:
         return cls(
             keys=Moments.empty(device),
             values=Moments.empty(device),
-            queries=QueryMoment(torch.zeros(0, device=device)),
+            queries=QueryMoment(Correlations.empty(device)),
             residual=torch.zeros(0, dtype=torch.float64, device=device),
         )
 
@@ -130,12 +131,12 @@ class SlotStatistics:
     def tensors(self) -> tuple[Tensor, ...]:
         return (
             self.keys.total,
-            self.keys.scatter,
+            *self.keys.scatter.tensors(),
             self.keys.outliers,
             self.values.total,
-            self.values.scatter,
+            *self.values.scatter.tensors(),
             self.values.outliers,
-            self.queries.triangle,
+            *self.queries.moment.tensors(),
             self.residual,
         )
 
@@ -144,38 +145,7 @@ def _plus(known: Tensor, added: Tensor) -> Tensor:
     return known + added if known.numel() else added
 
 
-def moment_bytes(heads: int, head_dim: int) -> int:
-    return heads * (head_dim * (head_dim + 1) // 2) * 4
-
-
 def statistics_bytes(heads: int, head_dim: int) -> int:
     """What `tensors` of one slot hold once a chunk was encoded in a basis."""
-    return 3 * moment_bytes(heads, head_dim) + heads * (2 * head_dim * 4 + 2 * 8) + 2 * 8
-
-
-def triangle(matrix: Tensor) -> Tensor:
-    """Upper triangle of symmetric matrices, [..., D, D] -> [..., D (D + 1) / 2]."""
-    corner = _corner(matrix.shape[-1], matrix.device)
-    return matrix.flatten(-2).index_select(-1, corner)
-
-
-@lru_cache(maxsize=8)
-def _corner(size: int, device: torch.device) -> Tensor:
-    """Where the upper triangle lies in a flat matrix, int64 [D (D + 1) / 2]."""
-    rows, columns = torch.triu_indices(size, size)
-    return (rows * size + columns).to(device)
-
-
-@lru_cache(maxsize=8)
-def _places(size: int, device: torch.device) -> Tensor:
-    """Of every element of a flat symmetric matrix, its place in the triangle, int64 [D * D]."""
-    rows, columns = torch.triu_indices(size, size)
-    found = torch.zeros(size, size, dtype=torch.long)
-    found[rows, columns] = found[columns, rows] = torch.arange(len(rows))
-    return found.flatten().to(device)
-
-
-def full(corner: Tensor, head_dim: int) -> Tensor:
-    """The symmetric matrices of `triangle`, [..., D, D]."""
-    flat = corner.index_select(-1, _places(head_dim, corner.device))
-    return flat.unflatten(-1, (head_dim, head_dim))
+    moments = 3 * correlation_bytes(heads, head_dim)
+    return moments + heads * (2 * head_dim * 4 + 2 * 8) + 2 * 8
