@@ -137,6 +137,7 @@ def test_a_quick_run_leaves_weights_that_load(engine, tmp_path):
     """The command as the README has it, every stage of it, in the least minutes it takes."""
     out = tmp_path / "out"
     command = ["--quick", "--minutes", "0.2", "--out", str(out), "--work", str(tmp_path / "work")]
+    command += ["--decoder-minutes", "0.05"]
     done = subprocess.run(
         [sys.executable, "-m", "training.run_all", *command, "--device", "cpu"],
         cwd=ROOT, capture_output=True, text=True, timeout=250,
@@ -159,6 +160,8 @@ def test_a_quick_run_leaves_weights_that_load(engine, tmp_path):
     assert stages[0]["stage"] == "start" and stages[-1]["stage"] == "done"
     assert all("eta_s" in row for row in stages if row["stage"] in ("autoencoder", "transformer"))
     assert {row["stage"] for row in stages} >= {"autoencoder done", "encoded", "measured"}
+    assert "decoder done" in {row["stage"] for row in stages}, "the decoder's stage was left out"
+    assert f"| decoder on rollouts | {facts['minutes']['decoder']} |" in table
 
 
 def test_episodes_of_a_wrong_shape_are_named(tmp_path):

@@ -12,6 +12,7 @@ from training.evaluate import EvaluationConfig
 from training.inputs import need_between
 from training.losses import RolloutConfig, Stage, TransformerTraining
 from training.train_autoencoder import AutoencoderTraining
+from training.train_decoder import DECODER_PLANS, DecoderPlan
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class RunPlan:
     """Shares are of the whole run's minutes; see `PLANS`. The transformer starts with
     enough_episodes and gets the later ones, up to `episodes`, as they come. pieces: share of the
     episodes that are made of scripted walks; return_episodes: unseen ones of that kind, for the
-    measurement of returns."""
+    measurement of returns; decoder_minutes: of the decoder's own stage after the transformer."""
 
     world: EmbeddedConfig = PRESETS["shipped"]
     episodes: int = 1000
@@ -35,6 +36,8 @@ class RunPlan:
     save_every_minutes: float = 4.0
     autoencoder: AutoencoderTraining = field(default_factory=AutoencoderTraining)
     transformer: TransformerTraining = field(default_factory=TransformerTraining)
+    decoder: DecoderPlan = field(default_factory=DecoderPlan)
+    decoder_minutes: float = 0.0
     check: EvaluationConfig = field(
         default_factory=lambda: EvaluationConfig(rollout_frames=64, episodes=8, steps=2)
     )
@@ -117,6 +120,7 @@ PLANS = {
             critic_warmup=2,
             log_every=10,
         ),
+        decoder=DECODER_PLANS["quick"],
         check=EvaluationConfig(context_chunks=2, rollout_frames=8, episodes=2, steps=2),
         final=EvaluationConfig(
             context_chunks=2,
@@ -139,6 +143,9 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ingredients")
     group.add_argument("--ae-share", type=float, help="of the minutes, for the autoencoder")
     group.add_argument("--ae-lr", type=float, help="peak rate of the autoencoder")
+    group.add_argument(
+        "--decoder-minutes", type=float, help="at the end, for the decoder on made-up latents"
+    )
     group.add_argument("--muon-lr", type=float, help="peak rate of the blocks' matrices")
     group.add_argument("--no-pose", action="store_true", help="the keys alone, no reckoned pose")
     group.add_argument("--own", type=float, help="share of clips with chunks of their own making")
@@ -183,6 +190,8 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
             raise UserError(
                 f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}"
             )
+    decoder = plan.decoder_minutes if args.decoder_minutes is None else args.decoder_minutes
+    need_between("--decoder-minutes", decoder, 0, 0.8 * args.minutes)
     episodes = plan.episodes if args.episodes is None else args.episodes
     need_between("--episodes", episodes, plan.first_episodes, 100_000)
     training = plan.transformer
@@ -223,6 +232,6 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
     return replace(
         plan, transformer=training, autoencoder=autoencoder, autoencoder_share=share,
         episodes=episodes, enough_episodes=min(plan.enough_episodes, episodes),
-        pieces=plan.pieces if args.pieces is None else args.pieces,
+        pieces=plan.pieces if args.pieces is None else args.pieces, decoder_minutes=decoder,
         world=replace(world, train_frames=max(longest, 2 * world.context_frames)),
     )  # fmt: skip

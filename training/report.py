@@ -69,6 +69,7 @@ def one_run(manifest: Manifest) -> list[str]:
         f"{metrics.get('autoencoder_steps', 0):,} steps |",
         f"| frames to latents | {minutes.get('encode', '-')} | |",
         f"| transformer | {minutes.get('transformer', '-')} | {facts['steps']:,} steps |",
+        *decoder_row(minutes, metrics),
         "",
         f"{metrics.get('episodes', '-')} unseen maps, {metrics.get('steps', '-')} steps, "
         f"{metrics.get('rollout_frames', '-')} free frames:",
@@ -78,6 +79,19 @@ def one_run(manifest: Manifest) -> list[str]:
     ]
     lines += [f"| {words} | {metrics[name]} |" for name, words in WORDS.items() if name in metrics]
     return lines
+
+
+def decoder_row(minutes: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
+    """The decoder's own stage, where the run had one."""
+    if "decoder" not in minutes:
+        return []
+    found = metrics.get("decoder", metrics)
+    before = found["before"]
+    return [
+        f"| decoder on rollouts | {minutes['decoder']} | energy of free frames "
+        f"{before['free_energy']} to {found['free_energy']} of the truth's, autoencoder "
+        f"{before['autoencoder_psnr']} to {found['autoencoder_psnr']} dB |"
+    ]
 
 
 def several_runs(manifests: list[Manifest]) -> list[str]:

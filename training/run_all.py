@@ -28,6 +28,7 @@ from quantwm.memory import free_bytes
 from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
 from training.data import FramePool, LatentPool
+from training.decoder_check import as_shipped
 from training.evaluate import EvaluationConfig, evaluate, measure_returns, shipped_copy
 from training.frame_source import FrameSource, own_maps
 from training.frames import HEIGHT, WIDTH, require_engine
@@ -44,6 +45,7 @@ from training.plans import PLANS, RunPlan, add_switches, apply_switches
 from training.progress import Log
 from training.state import TrainState, load_teacher
 from training.train_autoencoder import reconstruction_psnr, train_autoencoder
+from training.train_decoder import save_pictures, train_decoder
 from training.train_transformer import train_transformer
 
 DATA = (
@@ -187,7 +189,7 @@ def save_and_measure(
 def train(run: Run, state: TrainState, growing: GrowingLatents, after: Any) -> None:
     """The transformer's share of the time; a loss that is not finite goes back to a checkpoint."""
     training = run.plan.transformer
-    end = run.args.minutes - run.plan.finish_minutes
+    end = run.args.minutes - run.plan.finish_minutes - run.plan.decoder_minutes
     compiled = run.device.type == "cuda" and not run.args.eager
     attention = run.args.attention or ("flex" if compiled else "sdpa")
     started = run.log.minutes
@@ -213,6 +215,28 @@ def train(run: Run, state: TrainState, growing: GrowingLatents, after: Any) -> N
             state.load(run.checkpoint)
             training = replace(training, muon_lr=training.muon_lr / 2, adam_lr=training.adam_lr / 2)
     run.minutes["transformer"] = round(run.log.minutes - started, 2)
+
+
+def refine_decoder(
+    run: Run, state: TrainState, autoencoder: Autoencoder, pool: FramePool,
+    unseen: tuple[torch.Tensor, torch.Tensor],
+) -> Autoencoder:  # fmt: skip
+    """The decoder's own stage; the autoencoder as it came where that fails on this machine."""
+    started, plan = run.log.minutes, run.plan
+    device = run.device.type
+    try:
+        best, check, _ = train_decoder(
+            shipped_copy(state.average), as_shipped(autoencoder), pool, unseen, plan.decoder,
+            plan.world.sampler.shift, plan.decoder_minutes, run.args.seed, run.log,
+            device == "cuda" and not run.args.eager, lambda model, metrics: None,
+        )  # fmt: skip
+    except RuntimeError as error:
+        run.log.event("DECODER LEFT AS IT WAS", reason=str(error)[:300])
+        return autoencoder
+    save_pictures(run.out / "grid-decoder.png", check, autoencoder, best.model)
+    run.metrics["decoder"] = best.metrics
+    run.minutes["decoder"] = round(run.log.minutes - started, 2)
+    return best.model.to(next(autoencoder.parameters()).dtype)
 
 
 def require_libraries() -> None:
@@ -305,6 +329,8 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
     run.last_save = time.monotonic()
     train(run, state, growing, after)
     source.close()
+    if plan.decoder_minutes > 0:
+        autoencoder = refine_decoder(run, state, autoencoder, pool, unseen[0])
     one_step = replace(plan.check, steps=1)
     metrics, _ = evaluate(
         shipped_copy(state.average), autoencoder, *unseen[0], plan.world.sampler, one_step
@@ -313,7 +339,7 @@ def train_all(run: Run, source: FrameSource) -> dict[str, Any]:
     run.log.event("measured with one step", **metrics)
     save_and_measure(run, state, autoencoder, unseen, plan.final, "grid-final.png")
     run.log.event("done", took=run.minutes)
-    return run.facts(state)
+    return dict(read_manifest(run.out).training)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
