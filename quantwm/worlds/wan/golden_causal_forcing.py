@@ -98,15 +98,20 @@ def _causal_forcing_run(
 
 def causal_forcing_long(golden: GoldenSet, compare: Comparison) -> None:
     """The rolling window with its moving anchor."""
-    info = golden.info["config"]
     sizes = golden.info["model_config"]
     config = sized(golden, sizes["num_heads"], sizes["text_len"])
-    prompt = load_tensors(
-        golden.folder / info["weights"].replace(".weights.safetensors", ".safetensors")
-    )["in.prompt_embeds"]
+    prompt = _prompt(golden)
     for run in runs_of(golden, "rolling", None):
         model = build(golden.weights, config, DTYPES[run])
         _long_run(golden, compare, model, run, model.context_kv(prompt[0]))
+
+
+def _prompt(golden: GoldenSet) -> torch.Tensor:
+    """Its own, or that of the set whose weights it shares."""
+    if "in.prompt_embeds" in golden.tensors:
+        return golden["in.prompt_embeds"]
+    shared = golden.info["config"]["weights"].replace(".weights.safetensors", ".safetensors")
+    return load_tensors(golden.folder / shared)["in.prompt_embeds"]
 
 
 def _long_run(

@@ -37,10 +37,11 @@ class RollingRule:
         return self.cache_frames - 2 * self.chunk_frames
 
     def policy(self, span_tokens: int) -> CachePolicy:
-        """The cache policy that keeps cache_frames, the chunk that is written among them."""
+        """The cache policy that keeps cache_frames, the chunk that is written among them; more
+        where one pass attends more, because a cache's window counts all of a pass."""
         return CachePolicy(
             sink_frames=self.chunk_frames,
-            window_frames=self.cache_frames,
+            window_frames=max(self.cache_frames, self.attention_frames),
             span_tokens=span_tokens,
         )
 
