@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -12,8 +15,9 @@ from quantwm.errors import UserError
 from quantwm.worlds.embedded.config import KEYS
 from quantwm.worlds.embedded.pose import advance
 from quantwm.worlds.embedded.scenes import list_scenes, load_scene
+from training import frames
 from training.explorer import Explorer
-from training.frames import Recorder, episode_path, load_episode
+from training.frames import Recorder, episode_path, load_episode, record
 from training.maps import build_map, is_open, pack_wad
 from training.own_maps import choose_maps, is_whole_game, map_names
 from training.scenes import check_episodes_for_scenes, cut_scenes
@@ -124,6 +128,37 @@ def test_scenes_are_cut_out_of_recorded_episodes(tmp_path):
         check_episodes_for_scenes(tmp_path, 12)
     with pytest.raises(UserError, match="no episodes in"):
         check_episodes_for_scenes(tmp_path / "scenes", 12)
+
+
+def test_an_episode_whose_walks_all_end_early_is_not_tried_again(wad, tmp_path, monkeypatch):
+    """The walks of a second attempt would be the same; a crash costs one attempt, as ever."""
+    own, _ = choose_maps(wad, None, ["MAP01"])
+    walks: list[int] = []
+
+    class Engine:
+        def set_seed(self, seed: int) -> None: ...
+        def close(self) -> None: ...
+
+    def dies(game, name, walker, length):
+        walks.append(length)
+
+    monkeypatch.chdir(tmp_path)  # a worker changes its folder
+    monkeypatch.setattr(frames, "require_engine", lambda: None)
+    monkeypatch.setattr(frames, "open_own", lambda *_: Engine())
+    monkeypatch.setattr(frames, "play_episode", dies)
+    started: list[list[int]] = []
+
+    def start(recorder, seeds, attempt):
+        started.append(seeds)
+        record([seed for seed in seeds if seed != 1], 12, str(tmp_path), 0.0, own)
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        return frames._Worker(process, seeds, attempt, time.monotonic() + 60)
+
+    monkeypatch.setattr(Recorder, "_start", start)
+    recorder = Recorder([0, 1, 2], 12, tmp_path, processes=1, own=own)
+    recorder.wait(60)
+    assert started == [[0, 1, 2], [1], [1]] and len(walks) == 2 * frames.WALKS
+    assert sorted(recorder.given_up) == [0, 1, 2] and not list(tmp_path.iterdir())
 
 
 def test_episodes_are_recorded_on_the_maps_that_were_asked_for(wad, tmp_path):

@@ -66,6 +66,11 @@ def episode_path(folder: Path, seed: int) -> Path:
     return folder / f"episode-{seed:07d}.npz"
 
 
+def hopeless_path(folder: Path, seed: int) -> Path:
+    """There when every walk of an episode ended early: a second attempt would walk the same."""
+    return folder / f".{seed}.hopeless"
+
+
 def load_episode(path: Path) -> Episode:
     with np.load(path) as data:
         return Episode(data["frames"], data["keys"])
@@ -192,6 +197,7 @@ def record(
                 name = f"map{number + 1:02d}"
                 episode = play_episode(game, name, walker(maps[number], seed), length)
             if episode is None:
+                hopeless_path(target, seed).touch()
                 continue
             partial = Path(scratch) / "episode.npz"
             np.savez(partial, frames=episode.frames, keys=episode.keys)
@@ -256,6 +262,17 @@ class Recorder:
     def _missing(self, seeds: list[int]) -> list[int]:
         return [seed for seed in seeds if not episode_path(self._folder, seed).exists()]
 
+    def _without_hopeless(self, seeds: list[int]) -> list[int]:
+        """Those that another attempt may bring; the others are given up."""
+        hopeless = [seed for seed in seeds if hopeless_path(self._folder, seed).exists()]
+        self._forget(hopeless)
+        self.given_up += hopeless
+        return [seed for seed in seeds if seed not in hopeless]
+
+    def _forget(self, seeds: list[int]) -> None:
+        for seed in seeds:
+            hopeless_path(self._folder, seed).unlink(missing_ok=True)
+
     def poll(self) -> bool:
         """Starts and collects workers without waiting; True while anything is left to do."""
         still = []
@@ -266,7 +283,7 @@ class Recorder:
                     continue
                 worker.process.kill()
                 worker.process.wait()
-            missing = self._missing(worker.seeds)
+            missing = self._without_hopeless(self._missing(worker.seeds))
             if missing and worker.attempt < ATTEMPTS:
                 self._queue.append((missing, worker.attempt + 1))
             else:
@@ -278,6 +295,7 @@ class Recorder:
         return bool(self._running or self._queue)
 
     def _start(self, seeds: list[int], attempt: int) -> _Worker:
+        self._forget(seeds)
         root = Path(__file__).resolve().parent.parent
         command = [
             sys.executable, "-m", "training.frames", "--length", str(self._length),
