@@ -30,8 +30,10 @@ class DecoderCheckConfig:
 
     A decoder is fit to ship when the autoencoder reaches psnr_floor (or lost no more than
     psnr_loss, where it began lower), free frames change no more than `change` times as much as the
-    truth's or the old decoder's, standing still no more than `still` times as much as with the old
-    one, and the first free frames lost no more than first_loss dB.
+    truth's or the old decoder's, what they change without a key has grown no more than `change`
+    times as much as the gradients that are there to be moved, and the first free frames lost no
+    more than first_loss dB. near: distances of the energy from the truth's, as logarithms, up to
+    this one are alike, and the later decoder is taken.
     """
 
     episodes: int = 16
@@ -44,8 +46,8 @@ class DecoderCheckConfig:
     psnr_floor: float = 34.3
     psnr_loss: float = 1.0
     change: float = 1.15
-    still: float = 1.5
     first_loss: float = 1.5
+    near: float = 0.1
 
 
 class DecoderCheck:
@@ -124,22 +126,28 @@ class DecoderCheck:
         return rows
 
 
+def psnr_floor(before: Mapping[str, float], config: DecoderCheckConfig) -> float:
+    """The least PSNR of the autoencoder; before: the old decoder's numbers."""
+    return min(config.psnr_floor, before["autoencoder_psnr"] - config.psnr_loss)
+
+
 def is_fit(
     found: Mapping[str, float], before: Mapping[str, float], config: DecoderCheckConfig
 ) -> bool:
-    """Whether a decoder keeps the limits of `DecoderCheckConfig`, beside the old one's."""
-    floor = min(config.psnr_floor, before["autoencoder_psnr"] - config.psnr_loss)
+    """Whether a decoder keeps the limits of `DecoderCheckConfig`, beside the old one's numbers."""
+    sharper = math.sqrt(max(found["free_energy"] / max(before["free_energy"], 1e-6), 1.0))
     return (
-        found["autoencoder_psnr"] >= floor
+        found["autoencoder_psnr"] >= psnr_floor(before, config)
         and found["free_change"] <= config.change * max(1.0, before["free_change"])
-        and found["still_change"] <= config.still * before["still_change"]
+        and found["still_change"] <= config.change * sharper * before["still_change"]
         and found["free_8_psnr"] >= before["free_8_psnr"] - config.first_loss
     )
 
 
-def distance(found: Mapping[str, float]) -> float:
-    """How far the energy of free frames is from the truth's; 0 at 1, alike for half and twice."""
-    return abs(math.log(max(found["free_energy"], 1e-6)))
+def distance(found: Mapping[str, float], near: float = 0.0) -> float:
+    """How far the energy of free frames is from the truth's, alike for half and twice, at least
+    `near`; 0 at 1."""
+    return max(abs(math.log(max(found["free_energy"], 1e-6))), near)
 
 
 def as_shipped(autoencoder: Autoencoder) -> Autoencoder:

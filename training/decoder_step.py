@@ -30,11 +30,12 @@ COARSE = 8
 class DecoderTraining:
     """true_pairs, drifted_pairs: of a step, two frames in a row each.
 
-    adversarial: length of the critic's gradient at the drawn pictures over that of the truth's
-    errors; adversarial_true: the same for pictures of true latents. anchor: of means of 8 x 8
-    pixels, fine_anchor: of 4 x 4. edges: of the distribution of edge strength; known: of the truth
-    where a true frame showed what is drawn. warmup: share of the minutes in which only the critic
-    learns; ramp: share in which its push grows.
+    truth: weight of the true frames' own errors; it grows while the autoencoder is near the least
+    PSNR that it may have. adversarial: length of the critic's gradient at the drawn pictures over
+    that of the truth's errors at weight 1; adversarial_true: the same for pictures of true latents.
+    anchor: of means of 8 x 8 pixels, fine_anchor: of 4 x 4. edges: of the distribution of edge
+    strength; known: of the truth where a true frame showed what is drawn. warmup: share of the
+    minutes in which only the critic learns of pictures; ramp: share in which its push grows.
     """
 
     true_pairs: int = 24
@@ -42,6 +43,7 @@ class DecoderTraining:
     lr: float = 2e-4
     critic_lr: float = 4e-4
     warmup_steps: int = 50
+    truth: float = 2.0
     adversarial: float = 1.0
     adversarial_true: float = 0.1
     anchor: float = 4.0
@@ -120,15 +122,17 @@ def critic_push(critic: PictureCritic, pictures: torch.Tensor) -> torch.Tensor:
 
 
 def push_scales(
-    gradient: torch.Tensor, pushed: torch.Tensor, count: int, shares: tuple[float, float]
+    error: torch.Tensor, pushed: torch.Tensor, shares: tuple[float, float]
 ) -> list[torch.Tensor]:
-    """Factors that make the pushes of the first `count` pictures and of the others `shares` times
-    as long as the error of the first is, for the same number of pictures.
+    """Factors that make the pushes of the true pictures and of the others `shares` times as long as
+    the error's gradient is, for the same number of pictures.
 
-    gradient, pushed: [N, 3, H, W], of a loss that is a mean over each of the two kinds. Measured
-    where both meet, a share means the same whatever the critic's scale.
+    error: [P, 3, H, W], gradient of the true pictures' loss; pushed: [P + Q, 3, H, W]. Both losses
+    are means over their pictures. Measured where they meet, a share means the same whatever the
+    critic's scale.
     """
-    length = gradient[:count].norm() * count**0.5
+    count = len(error)
+    length = error.norm() * count**0.5
     scales = []
     for part, share in zip((pushed[:count], pushed[count:]), shares, strict=True):
         scales.append(share * length / (len(part) ** 0.5 * part.norm().clamp_min(1e-12)))
@@ -153,6 +157,7 @@ class DecoderTrainer:
             critic = PictureCritic(config.critic)
         self.critic = critic.to(device, memory_format=torch.channels_last)
         self._adversarial = torch.zeros((), device=device)
+        self._truth = torch.full((), config.truth, device=device)
         self._rates = [torch.tensor(rate, device=device) for rate in self._peaks]
         self._adam, self._critic_adam = (
             torch.optim.AdamW(
@@ -180,6 +185,12 @@ class DecoderTrainer:
             else:
                 adam.param_groups[0]["lr"] = peak * factor
         self._adversarial.fill_(push)
+
+    def heed_truth(self, factor: float, most: float) -> float:
+        """Multiplies the weight of the true frames' errors, up to `most`; returns it."""
+        weight = min(float(self._truth) * factor, most)
+        self._truth.fill_(weight)
+        return weight
 
     def keep(self) -> None:
         """Remembers decoder, average and critic as they are."""
@@ -232,13 +243,13 @@ class DecoderTrainer:
         coarse, fine = anchor_errors(drawn, squares)
         edges = edge_distance(drawn, shown)
         known = known_error(drawn, shown, squares, batch.known.flatten(0, 1))
-        loss = rebuilt + config.anchor * coarse + config.fine_anchor * fine
+        loss = self._truth * rebuilt + config.anchor * coarse + config.fine_anchor * fine
         loss = loss + config.edges * edges + config.known * known
         (gradient,) = torch.autograd.grad(loss, out, retain_graph=True)
         with cast:
             pushed = critic_push(self.critic, fake).flatten(0, 1)
         shares = (config.adversarial_true, config.adversarial)
-        scales = push_scales(gradient, pushed, count, shares)
+        scales = push_scales(gradient[:count] / self._truth, pushed, shares)
         for part, scale in zip((slice(count), slice(count, None)), scales, strict=True):
             gradient[part] += pushed[part] * (scale * self._adversarial)
         out.backward(gradient)

@@ -29,7 +29,14 @@ from quantwm.worlds.embedded.autoencoder import Autoencoder
 from quantwm.worlds.embedded.transformer import Transformer
 from quantwm.worlds.embedded.weights import load_models, read_manifest, save_models
 from training.data import FramePool, load_folder
-from training.decoder_check import DecoderCheck, DecoderCheckConfig, as_shipped, distance, is_fit
+from training.decoder_check import (
+    DecoderCheck,
+    DecoderCheckConfig,
+    as_shipped,
+    distance,
+    is_fit,
+    psnr_floor,
+)
 from training.decoder_step import DecoderTrainer, DecoderTraining
 from training.drifted import DriftConfig, Drifted, check_lengths
 from training.frames import HEIGHT, WIDTH
@@ -52,7 +59,8 @@ Save = Callable[[Autoencoder, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class DecoderPlan:
-    """What the stage does; see `DECODER_PLANS`. check_seconds: between two measurements."""
+    """What the stage does; see `DECODER_PLANS`. check_seconds: between two measurements; margin: dB
+    above the autoencoder's least PSNR under which true frames count more, up to most_truth."""
 
     training: DecoderTraining = field(default_factory=DecoderTraining)
     drift: DriftConfig = field(default_factory=DriftConfig)
@@ -60,6 +68,8 @@ class DecoderPlan:
     episodes: int = 300
     check_seconds: float = 20.0
     look_every: int = 10
+    margin: float = 0.3
+    most_truth: float = 10.0
     max_steps: int = 1_000_000
 
 
@@ -89,16 +99,18 @@ class Best:
         self.before = self.found = check.measure(old)
         log.event("decoder before", **self.before)
 
-    def offer(self, average: Autoencoder, step: int) -> bool:
-        """Measures a decoder; whether it is the best now."""
+    def offer(self, average: Autoencoder, step: int) -> tuple[bool, float]:
+        """Measures a decoder; whether it is the best now, and by how many dB the autoencoder is
+        above the least that it may have."""
         model = as_shipped(average)
         found = self._check.measure(model)
         fit = is_fit(found, self.before, self._limits)
-        better = fit and distance(found) < distance(self.found)
+        near = self._limits.near
+        better = fit and distance(found, near) <= distance(self.found, near)
         if better:
             self.model, self.found, self.step = model, found, step
         self._log.event("decoder measured", step=step, **found, fit=fit, best=better)
-        return better
+        return better, found["autoencoder_psnr"] - psnr_floor(self.before, self._limits)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def train_decoder(
     run = start_steps(trainer, compiled, log)
     steps = run_steps(trainer, run, drifted, best, plan, Budget(budget.left / 60), log, save)
     set_compiled(trainer.model, False)
-    if best.offer(trainer.average, steps):
+    if best.offer(trainer.average, steps)[0]:
         save(best.model, best.metrics)
     log.event("decoder done", steps=steps, **best.found, best_step=best.step)
     return best, check, steps
@@ -153,7 +165,7 @@ def run_steps(
     log: Log,
     save: Save,
 ) -> int:
-    """Steps until the time is over, measured every `check_seconds`; returns how many.
+    """Steps until the time is over, at least one, measured every `check_seconds`; returns how many.
 
     A loss that is not finite goes back to the last measurement with half the rates, three times at
     most.
@@ -162,7 +174,7 @@ def run_steps(
     trainer.keep()
     last_check = last_time = time.monotonic()
     last_step = 0
-    while step < plan.max_steps and budget.left > 0:
+    while step < plan.max_steps and (budget.left > 0 or step == 0):
         rate, push = schedule(training, step, budget.fraction)
         trainer.set_rates(scale * rate, scale, push)
         trainer.batch.fill(drifted.draw(training.true_pairs, training.drifted_pairs))
@@ -181,9 +193,13 @@ def run_steps(
         if now - last_check >= plan.check_seconds:
             rate_seen = (step - last_step) / max(now - last_time, 1e-9)
             say(log, step, values, push, rate_seen, budget)
-            trainer.keep()
-            if best.offer(trainer.average, step):
+            better, above = best.offer(trainer.average, step)
+            if better:
                 save(best.model, best.metrics)
+            if math.isfinite(above):
+                trainer.keep()
+            if above < plan.margin:
+                log.event("truth counts more", weight=trainer.heed_truth(1.5, plan.most_truth))
             last_check = last_time = time.monotonic()
             last_step = step
     return step
