@@ -25,6 +25,9 @@ from kernels.launch import PreparedLaunch, launch
 FLOATS = (torch.float32, torch.bfloat16)
 WIDE_RANK_REGISTERS = 200
 """Of a thread where more than 16 directions are added; left alone, ptxas takes 168 and spills."""
+FLOAT_REGISTERS = 224
+"""Of a thread that adds directions and writes float32, as tests and caches of float32 ask for: with
+168 or 200 up to 48 bytes of it lie on the stack."""
 
 
 @triton.jit(do_not_specialize=["n_tokens", "offset", "start", "stop", "first_head"])
@@ -160,6 +163,10 @@ class Decoder:
     def prepared(self) -> PreparedLaunch:
         return self._launch
 
+    def launch_into(self, out: Tensor) -> PreparedLaunch:
+        """What is launched for an output of this type."""
+        return self._launch
+
     def check(self, out: Tensor, offset: int, start: int, stop: int, first_head: int) -> None:
         heads, tokens, dim = self._shape
         out_heads, capacity, out_dim = out.shape
@@ -183,7 +190,7 @@ class Decoder:
         stride_h, stride_n, _ = out.stride()
         blocks = -(-(stop - start) // self._rows)
         lengths = (offset, start, stop, first_head)
-        self._launch((blocks, out.shape[0]), out, (stride_h, stride_n), lengths)
+        self.launch_into(out)((blocks, out.shape[0]), out, (stride_h, stride_n), lengths)
 
 
 class AffineDecoder(Decoder):
@@ -197,6 +204,10 @@ class AffineDecoder(Decoder):
         other = copy(self)
         other._launch = self._launch.rebound({self.PLACES[n]: t for n, t in parts.items()})
         return other
+
+    def launch_into(self, out: Tensor) -> PreparedLaunch:
+        wide = out.dtype == torch.float32 and self._launch.constants["RANK"] > 0
+        return self._launch.bounded(FLOAT_REGISTERS) if wide else self._launch
 
 
 def _check(

@@ -149,7 +149,7 @@ def _decode_alike(parts: Sequence[Part], out: Tensor, first_head: int) -> None:
     # Pinned: a copy from pageable memory would wait for all that is queued.
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=out.is_cuda)
     table = table.to(out.device, non_blocking=True)
-    prepared = held[0].prepared
+    prepared = held[0].launch_into(out)
     constants = {**prepared.constants, **dict(_aligned(held[0]))}
     grid = (triton.cdiv(longest, constants["BLOCK_N"]), len(rows) * out.shape[0])
     stride_h, stride_n, _ = out.stride()

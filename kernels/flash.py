@@ -3,9 +3,9 @@
 Floor (operations): 4 Nq Nk D per head on the tensor cores (989 TFLOP/s by an H200's datasheet),
 packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys, measured on an H200: BF16 475
 TFLOP/s, 48%; packed, by the loop before this one, 160 TFLOP/s, 16% (cuDNN's BF16: 61%). This loop
-has not run on a GPU. A packed tile costs about 2.5 instructions an element on top, which a program's
-queries share. The rest of the loop before was waiting: its instructions say that a tile decoded in
-registers reaches the tensor cores behind a fence, and loads were under way there.
+has not run on a GPU. A packed tile costs about 2.5 instructions an element on top, which the
+queries of a program share. The rest of the loop before was waiting: its instructions say that a
+tile decoded in registers reaches the tensor cores behind a fence, with loads under way there.
 """
 
 from __future__ import annotations

@@ -205,6 +205,15 @@ class PreparedLaunch:
             other._values = tuple(values)
         return other
 
+    def bounded(self, registers: int) -> PreparedLaunch:
+        """The same with at most so many registers a thread."""
+        other = copy(self)
+        other.constants = {**self.constants, "maxnreg": registers}
+        if self._direct:
+            other._key = (*self._key[:2], *other.constants.values())
+            other._known = {}
+        return other
+
     @property
     def numbers(self) -> tuple[int, ...]:
         """What is fixed as whole numbers: tensors as addresses, nothing as 0."""
