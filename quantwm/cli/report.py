@@ -1,4 +1,4 @@
-"""`report`: the paper's evidence on the embedded world, as an HTML report."""
+"""`report`: the paper's evidence on a world, the embedded one by default, as an HTML report."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from quantwm.report.running import STARTING, Order, make_results
 from quantwm.report.scale import PRESETS
 from quantwm.report.writer import FILES, summary, write_report
 from quantwm.worlds.embedded.adapter import ASSETS
+from quantwm.worlds.registry import world_spec
 
 TRUTH = ASSETS / "truth"
 PROCESSES_A_GPU = 5
@@ -41,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size.add_argument("--minimal", action="store_true", help="the least that fills every section")
     parser.add_argument(
         "--scenes", type=integer(1, 1024), help="instead of the preset's 32, or 2 with --small"
+    )
+    parser.add_argument(
+        "--world", default="embedded", help="another world whose weights are here; see `worlds`"
     )
     parser.add_argument("--truth", type=Path, help="truth episodes; those in assets/ by default")
     parser.add_argument(
@@ -75,13 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to {arguments.out}: {error.strerror or error}") from error
-    source = WorldSource(random_preset="tiny" if arguments.random_weights else None)
-    gpu = devices[0].type == "cuda"
-    processes = arguments.processes or (PROCESSES_A_GPU * len(devices) if gpu else 1)
-    together = arguments.together or (TOGETHER if gpu else 1)
+    source, spec = _source(arguments), world_spec(arguments.world)
+    # A large world fills a device by itself, and runs one rollout at a time.
+    gpu, ours = devices[0].type == "cuda", arguments.world == "embedded"
+    a_gpu, together = (PROCESSES_A_GPU, TOGETHER) if gpu and ours else (1, 1)
+    processes = arguments.processes or (a_gpu * len(devices) if gpu else 1)
+    together = arguments.together or together
     seconds = float("inf") if arguments.seconds is None else float(arguments.seconds)
     names = tuple(map(str, devices))
-    scale = PRESETS[preset]
+    frames = spec.cache.frames_per_chunk * spec.frames_per_latent
+    scale = PRESETS[preset].at_pace(frames / spec.fps)
     if arguments.scenes is not None:
         scale = scale.of_scenes(arguments.scenes)
     order = Order(scale, truth, processes, names, together, seconds, began)
@@ -112,6 +119,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _source(arguments: argparse.Namespace) -> WorldSource:
+    if not arguments.random_weights:
+        return WorldSource(arguments.world)
+    if arguments.world != "embedded":
+        raise UserError("--random-weights makes a tiny embedded world; leave --world out")
+    return WorldSource(random_preset="tiny")
+
+
 def _devices(arguments: argparse.Namespace) -> list[torch.device]:
     if arguments.devices is None:
         return [pick_device(arguments.device)]
@@ -126,6 +141,8 @@ def _devices(arguments: argparse.Namespace) -> list[torch.device]:
 def _command(arguments: argparse.Namespace) -> str:
     flags = [f"--out {arguments.out.name}"]
     flags += [f"--{name}" for name in ("small", "minimal") if getattr(arguments, name)]
+    if arguments.world != "embedded":
+        flags.append(f"--world {arguments.world}")
     if arguments.truth is not None:
         flags.append(f"--truth {arguments.truth.name}")
     if arguments.device != "auto":

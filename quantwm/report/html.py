@@ -47,7 +47,7 @@ def to_html(numbers: Mapping[str, Any], sections: Sequence[Section]) -> str:
     verdicts = [v for section in sections for v in section.verdicts]
     rows = [["claim of the paper", "here"], *([v.claim, v.word] for v in verdicts)]
     body = [
-        "<h1>QuantWM: the paper's evidence on a world of our own</h1>",
+        f"<h1>QuantWM: the paper's evidence on {escape(world_name(about))}</h1>",
         f"<p>{escape(about_line(about))}</p>",
         f'<p class="soft">{escape(how_line(about))}</p>',
         _table(Table("Claims and whether they hold here", rows)),
@@ -60,6 +60,11 @@ def to_html(numbers: Mapping[str, Any], sections: Sequence[Section]) -> str:
         + "".join(body)
         + "</body></html>\n"
     )
+
+
+def world_name(about: Mapping[str, Any]) -> str:
+    """For titles: the world by its name, the one that ships as ours."""
+    return "the embedded world" if about["world"] == "embedded" else str(about["world"])
 
 
 def about_line(about: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ class Job:
         picture: uint8 [T, H, W, 3], a start of its own instead of a scene.
         max_tokens: of history, in every lane; the device's default when None.
         keep: frames of the run that are kept as pictures.
+        size: (width, height), another than the world's own resolution; None for that.
         consistency: whether to compare features of frames (VBench's formula). lpips: whether to
         measure LPIPS, which needs weights.
     """
@@ -53,6 +54,7 @@ class Job:
     keep: tuple[int, ...] = ()
     consistency: bool = False
     lpips: bool = False
+    size: tuple[int, int] | None = None
 
 
 @dataclass
@@ -90,9 +92,14 @@ class JobResult:
 
 
 def script(text: str, chunks: int, world: World) -> tuple[ChunkAction, ...]:
-    """The first chunks of an action string."""
+    """The first chunks of an action string; keys that the world does not have are not pressed."""
     spec = world.spec
-    return parse_actions(text, spec.keys, spec.cache.frames_per_chunk)[:chunks]
+    items = []
+    for item in text.split(","):
+        held, _, count = item.strip().rpartition("-")
+        known = [key for key in held.split("+") if key in spec.keys]
+        items.append(f"{'+'.join(known) or 'none'}-{count}")
+    return parse_actions(", ".join(items), spec.keys, spec.cache.frames_per_chunk)[:chunks]
 
 
 def run_job(
@@ -105,6 +112,7 @@ def run_job(
     """
     names = lanes_of(job)
     watch = {name: Watch(job) for name in names}
+    world = sized(world, job)
     with Engine(
         world,
         [ALL[name].lane(world.spec) for name in names],
@@ -129,6 +137,14 @@ def run_job(
                 watch[lane.name].add(lane.frames, look, frames[REFERENCE], before)
                 watch[lane.name].note(lane)
     return result_of(job, watch)
+
+
+def sized(world: World, job: Job) -> World:
+    """The world at the job's resolution: the same weights."""
+    if job.size is None:
+        return world
+    at_size: Any = world
+    return at_size.at_size(job.size)
 
 
 def lanes_of(job: Job) -> tuple[str, ...]:

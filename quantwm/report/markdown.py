@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantwm.report.document import Section, Table, sentence
-from quantwm.report.html import about_line, how_line
+from quantwm.report.html import about_line, how_line, world_name
 
 
 def to_markdown(numbers: Mapping[str, Any], sections: Sequence[Section], command: str) -> str:
@@ -14,7 +14,7 @@ def to_markdown(numbers: Mapping[str, Any], sections: Sequence[Section], command
     about = numbers["report"]
     verdicts = [v for section in sections for v in section.verdicts]
     parts = [
-        "# The paper's evidence on the embedded world",
+        f"# The paper's evidence on {world_name(about)}",
         "Made by one command, which writes this file, an HTML report with plots and contact "
         "sheets, and the numbers as JSON:",
         f"```\n{command}\n```",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -16,6 +16,8 @@ from quantwm.worlds.base import World
 
 RECORDED = "attention"
 """The experiment whose BF16 rollouts are recorded and studied."""
+LARGER = "larger"
+"""The experiment at the larger of two resolutions."""
 SHEET_FRAMES = 7
 """Pictures of a run in a contact sheet."""
 
@@ -67,7 +69,26 @@ def rollout_jobs(world: World, scale: Scale) -> list[Job]:
         *_jobs(world, "minute", units[: scale.minute_scenes], few, scale.minute_chunks),
         *_jobs(world, "taught", units, measured, scale.taught, mode="teacher"),
         *_jobs(world, "sweep", units[: scale.sweep_scenes], swept, scale.sweep_chunks),
+        *_larger_jobs(world, units, measured, scale),
     ]
+
+
+def larger_size(world: World) -> tuple[int, int] | None:
+    """The largest of a world's resolutions; None where its own is that."""
+    own = world.spec.video_size
+    most = max((own, *world.spec.resolutions), key=lambda size: size[0] * size[1])
+    return None if most == own else most
+
+
+def _larger_jobs(
+    world: World, units: Sequence[Unit], variants: Sequence[Variant], scale: Scale
+) -> list[Job]:
+    """Free runs at the larger resolution, as long as the teacher-forced ones."""
+    size = larger_size(world)
+    if size is None:
+        return []
+    jobs = _jobs(world, LARGER, units, variants, scale.taught, 1)
+    return [replace(job, size=size) for job in jobs]
 
 
 def few_of(scale: Scale) -> tuple[Variant, ...]:

@@ -14,6 +14,7 @@ from quantwm.report.attention import LayerErrors
 from quantwm.report.jobs import REFERENCE, JobResult
 from quantwm.report.latency import latency_of
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
+from quantwm.report.plan import LARGER
 from quantwm.report.variants import ABLATION, ALL, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
 
@@ -51,6 +52,7 @@ def results_of(world: World, about: Document, found: Found, episodes: Sequence[E
         "latency": latency_of(found.latency),
         "flicker": {name: _flicker(results, name) for name in ("still", "turn")},
         "minute": _minute(results, world.spec.fps),
+        "larger": _larger(results, world.spec.fps),
         "revisit": revisit.recall(
             world, episodes, [r for r in results if r.job.experiment.startswith("revisit-")]
         ),
@@ -222,6 +224,22 @@ def _minute(results: Sequence[JobResult], fps: float) -> Document:
             }
             for name, series in found.items()
         },
+    }
+
+
+def _larger(results: Sequence[JobResult], fps: float) -> Document:
+    """Table 7: free runs at the larger resolution; no lanes where there is none."""
+    lanes = {v.name: series_of(results, LARGER, v.name) for v in LANES}
+    early = slice(0, round(2 * fps))
+    ours, theirs = lanes["quantwm"], lanes["qvg"]
+    return {
+        "size": next((list(r.job.size) for r in results if r.job.size), None),
+        "lanes": {
+            name: {**_whole(series), **bytes_of(series), "scenes": len(series)}
+            for name, series in lanes.items()
+            if series
+        },
+        "over_qvg": paired(ours, theirs, lambda s: psnr_of(s, early)),
     }
 
 

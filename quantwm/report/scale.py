@@ -57,6 +57,12 @@ class Scale:
         """Scenes of the report: start scenes times seeds times walks."""
         return self.scenes * self.seeds * self.scripts
 
+    def at_pace(self, chunk_seconds: float) -> Scale:
+        """As many seconds of a world whose chunks are as long as this, at least one chunk."""
+        share = CHUNK_SECONDS / chunk_seconds
+        lengths = {name: getattr(self, name) for name in LENGTHS}
+        return replace(self, **{n: max(1, round(c * share)) for n, c in lengths.items() if c})
+
     def of_scenes(self, wanted: int) -> Scale:
         """With that many scenes, and as much fewer or more of what runs on some of them only.
 
@@ -72,6 +78,12 @@ class Scale:
 
 PARTS = ("sweep_scenes", "flicker_scenes", "recorded_scenes", "minute_scenes", "revisits")
 """Of a scale, what runs on some of the scenes."""
+
+LENGTHS = ("chunks", "taught", "short_chunks", "sweep_chunks", "flicker_chunks", "minute_chunks")
+"""Of a scale, what lasts so many seconds."""
+
+CHUNK_SECONDS = 4 / 8.75
+"""Of the embedded world, whose chunks the presets count."""
 
 PRESETS = {
     "full": Scale(

@@ -18,7 +18,7 @@ from quantwm.session import write_atomically
 
 FILES = ("report.html", "results.json", "evidence.md")
 
-SHEETS = {"main": 1, "still": 5, "turn": 5, "minute": 7}
+SHEETS = {"main": 1, "still": 5, "turn": 5, "minute": 7, "larger": 7}
 """Experiment -> index of the section that shows its contact sheets."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -105,6 +106,24 @@ class WanWorld(ABC):
         latents = torch.empty(0, channels, height, width, dtype=self.dtype, device=self.device)
         shown = picture if self.entry.pictured else np.zeros_like(picture)
         return StartState(latents, (), shown[None])
+
+    def at_size(self, size: tuple[int, int]) -> WanWorld:
+        """The same weights at another of its resolutions, (width, height), started by itself.
+
+        Raises:
+            UserError: it was not trained for this size.
+        """
+        known = (self.spec.video_size, *self.spec.resolutions)
+        if size not in known:
+            shown = ", ".join("{}x{}".format(*one) for one in known)
+            raise UserError(f"{self.spec.name} runs at {shown}, not at {size[0]}x{size[1]}")
+        stride, twin = self.entry.vae.stride, copy(self)
+        latent = (size[1] // stride, size[0] // stride)
+        others = tuple(one for one in known if one != size)
+        twin.entry = replace(self.entry, latent=latent, resolutions=others)
+        twin.spec, twin.grid = twin.entry.spec(), (latent[0] // 2, latent[1] // 2)
+        twin.forward, twin._session = twin._launched(None), None
+        return twin
 
     @torch.inference_mode()
     def change_prompt(self, lane: LaneState, prompt: str) -> None:
