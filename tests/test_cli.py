@@ -183,6 +183,23 @@ def test_plan_of_a_world(capsys):
     assert "runs at 12x8" in err
 
 
+def test_plan_says_what_a_large_world_needs_and_what_would_fit(capsys):
+    asked = ("plan", "--world", "lingbot_v2_1p3b", "--methods", "bf16,quantwm")
+    status, document, err = call(capsys, *asked, "--memory", 12)
+    assert status == 0 and document["tokens"] == 14 * 1560 and document["sink_tokens"] == 0
+    needs, (bf16, quantwm) = document["needs"], document["methods"]
+    assert bf16["resident_ratio"] == 1.0 and quantwm["resident_ratio"] > 4.5
+    assert needs["weight_bytes"] < needs["total_bytes"] and needs["capacity_bytes"] == 12 * 2**30
+    assert needs["fitting_lanes"] == ["quantwm"] and needs["advice"] in err
+    assert "12.0 GiB: " in needs["advice"] and "would do with lanes quantwm" in needs["advice"]
+    assert needs["text_encoder_bytes"] > 10 * 2**30 and "text encoder" in err
+    status, document, err = call(capsys, *asked, "--memory", 80)
+    assert document["needs"]["advice"] is None and "it fits into 80.00 GiB" in err
+    large = call(capsys, *asked[:2], "lingbot_v2_14b", "--resolution", "1280x720", "--memory", 1)
+    assert large[1]["tokens"] == 14 * 3600 and large[1]["needs"]["fitting_lanes"] == []
+    assert "take a smaller world or a larger device" in large[2]
+
+
 def test_worlds(capsys):
     status, document, err = call(capsys, "worlds")
     assert status == 0

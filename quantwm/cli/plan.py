@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from quantwm.cache.formats import FORMATS, split_method, split_methods, takes
 from quantwm.cache.plan import MethodPlan, Workload, companion_loads, plan
@@ -11,11 +15,13 @@ from quantwm.cli.common import emit, integer, number, say, table
 from quantwm.errors import UserError
 from quantwm.worlds.base import WorldSpec
 from quantwm.worlds.registry import world_spec
+from quantwm.worlds.room import capacity_of, fit, planned_device, world_room
 
 DEFAULT_CENTROIDS = 256
 """The published choice at full size, one codebook per native chunk."""
 
 _GEOMETRY = ("layers", "heads", "head_dim", "tokens", "span")
+_KEPT = ("sink", "recent", "current")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     world = parser.add_argument_group("or a world")
     world.add_argument("--world", help="a name that `worlds` lists")
-    world.add_argument("--frames", type=count, help="video frames of history")
+    world.add_argument(
+        "--frames", type=count, help="video frames of history; without, the world's window is full"
+    )
     world.add_argument("--resolution", metavar="WxH", help="the world's own by default")
+    world.add_argument(
+        "--memory", type=integer(1, 2**20), metavar="GIB", help="of the GPU; this machine's, if any"
+    )
     parser.add_argument(
         "--methods",
         type=split_methods,
@@ -60,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = arguments.centroids is not None
     planned = plan({name: _settings(name, settings, asked) for name in arguments.methods}, load)
     say(_table(planned.methods))
+    needs = _needs(arguments) if arguments.world else None
     emit(
         {
             "methods": [method.as_json() for method in planned.methods],
@@ -73,9 +85,55 @@ def run(arguments: argparse.Namespace) -> int:
             "sink_tokens": load.sink_tokens,
             "recent_tokens": load.recent_tokens,
             "current_tokens": load.current_tokens,
+            **({} if needs is None else {"needs": needs}),
         }
     )
     return 0
+
+
+def _needs(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the whole world needs with one lane of each method, windows full, and what would fit."""
+    name, lanes = arguments.world, arguments.methods
+    device, size = planned_device(name), _size(arguments.resolution)
+    capacity = None if arguments.memory is None else arguments.memory * 2**30
+    if capacity is None and device.type == "cuda" and torch.cuda.is_available():
+        capacity = capacity_of(device)
+    room = world_room(name, lanes, device, size)
+    total = room.total(lanes)
+    advice = found = None
+    if capacity is not None:
+        found = fit(name, lanes, device, capacity, size)
+        advice = found.advice
+    more = ""
+    if room.working:
+        more = f"; each lane's video {_gib(room.streaming)}; decoding a frame {_gib(room.working)}"
+    say(
+        f"{name} with lanes {','.join(lanes)} and full windows needs {_gib(total)} in all: "
+        f"weights {_gib(room.weights)}{more}; the caches"
+    )
+    if room.passing:
+        say(f"  for a prompt {_gib(room.passing)} of text encoder, on the CPU where room is short")
+    if room.least < room.weights:
+        least = room.total(lanes, offload=True)
+        say(f"  with the transformer's blocks on the CPU (--offload blocks): {_gib(least)}")
+    if found is not None:
+        say(advice or f"  it fits into {_gib(capacity or 0)}")
+    return {
+        "weight_bytes": room.weights,
+        "text_encoder_bytes": room.passing,
+        "video_bytes": room.streaming,
+        "decoding_bytes": room.working,
+        "total_bytes": total,
+        "offloaded_bytes": room.total(lanes, offload=True),
+        "capacity_bytes": capacity,
+        "fitting_lanes": None if found is None else list(found.lanes),
+        "offload": None if found is None else found.offload,
+        "advice": advice,
+    }
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
 
 
 def _settings(
@@ -90,7 +148,8 @@ def _of_numbers(
     arguments: argparse.Namespace,
 ) -> tuple[Workload, Mapping[str, Mapping[str, object]]]:
     missing = [name for name in _GEOMETRY if getattr(arguments, name) is None]
-    if missing or arguments.frames is not None or arguments.resolution is not None:
+    of_world = (arguments.frames, arguments.resolution, arguments.memory)
+    if missing or any(given is not None for given in of_world):
         wanted = " ".join(f"--{name.replace('_', '-')} N" for name in _GEOMETRY)
         raise UserError(f"give {wanted}, or --world NAME --frames N")
     clustered = {"centroids": arguments.centroids or DEFAULT_CENTROIDS}
@@ -113,17 +172,19 @@ def _of_world(
     arguments: argparse.Namespace,
 ) -> tuple[Workload, Mapping[str, Mapping[str, object]]]:
     given = [name for name in (*_GEOMETRY[:4], "chunk") if getattr(arguments, name) is not None]
-    if given or arguments.frames is None:
-        raise UserError("with --world give --frames N and, if need be, --span and --resolution")
     spec = world_spec(arguments.world)
+    if given or (arguments.frames is None and spec.policy.window_frames is None):
+        raise UserError("with --world give --frames N and, if need be, --span and --resolution")
     per_frame = _tokens_per_frame(spec, arguments.resolution)
-    # the first latent frame is one video frame, every later one frames_per_latent
-    frames = -(-(arguments.frames - 1) // spec.frames_per_latent) + 1
     settings = {name: dict(found) for name, found in spec.format_settings.items()}
     if arguments.centroids is not None:
         for name in FORMATS:
             if takes(name, "centroids"):
                 settings.setdefault(name, {})["centroids"] = arguments.centroids
+    if arguments.frames is None:
+        return _of_window(arguments, spec), settings
+    # the first latent frame is one video frame, every later one frames_per_latent
+    frames = -(-(arguments.frames - 1) // spec.frames_per_latent) + 1
     load = Workload(
         layers=spec.cache.layers * len(spec.cache.streams),
         heads=spec.cache.heads,
@@ -144,6 +205,23 @@ def _of_world(
         ),
     )
     return load, settings
+
+
+def _of_window(arguments: argparse.Namespace, spec: WorldSpec) -> Workload:
+    """What a lane holds between two chunks with its window full, as its policy says."""
+    sized = world_spec(spec.name, _size(arguments.resolution))
+    load = Workload.of_policy(sized.cache, sized.policy)
+    kept = {f"{part}_tokens": getattr(arguments, f"{part}_tokens") for part in _KEPT}
+    span = {} if arguments.span is None else {"span_tokens": arguments.span}
+    return replace(load, **span, **{name: count for name, count in kept.items() if count})
+
+
+def _size(resolution: str | None) -> tuple[int, int] | None:
+    """Of a resolution that was looked at before."""
+    if resolution is None:
+        return None
+    width, height = map(int, resolution.split("x"))
+    return width, height
 
 
 def _tokens_per_frame(spec: WorldSpec, resolution: str | None) -> int:

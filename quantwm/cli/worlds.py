@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import torch
-
 from quantwm.cli.common import emit, say, table
 from quantwm.worlds.registry import (
     WORLDS,
-    world_module,
     world_presence,
     world_scenes,
     world_scripts,
     world_spec,
     world_terms,
 )
-from quantwm.worlds.room import world_room
+from quantwm.worlds.room import planned_device, world_room
 
 LANES = ("bf16", "qvg", "quantwm")
 """Whose memory is listed: all three with their histories full, and what decodes their frames."""
@@ -58,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _describe(name: str) -> dict[str, Any]:
     spec, presence = world_spec(name), world_presence(name)
-    # Large worlds are for GPUs: a CPU's history is shorter than their window.
-    device = torch.device("cuda" if hasattr(world_module(name), "room") else "cpu")
-    needed = world_room(name, LANES, device).total(LANES)
+    needed = world_room(name, LANES, planned_device(name)).total(LANES)
     return {
         "world": name,
         "title": spec.title,

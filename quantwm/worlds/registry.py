@@ -83,9 +83,12 @@ class WorldModule(Protocol):
     def load_world(self, device: torch.device, progress: Progress | None) -> World: ...
 
 
-def world_spec(name: str) -> WorldSpec:
-    """What a world is; nothing is loaded. UserError on an unknown name."""
-    return world_module(name).world_spec()
+def world_spec(name: str, size: tuple[int, int] | None = None) -> WorldSpec:
+    """What a world is; nothing is loaded. UserError on an unknown name.
+
+    size: width and height of another video that it was trained for.
+    """
+    return world_module(name, size).world_spec()
 
 
 def world_scenes(name: str) -> Sequence[Scene]:
@@ -152,10 +155,17 @@ def load_world(
     return world
 
 
-def world_module(name: str) -> WorldModule:
-    """What stands behind a name. UserError on an unknown one."""
+def world_module(name: str, size: tuple[int, int] | None = None) -> WorldModule:
+    """What stands behind a name. UserError on an unknown one, and on a size it does not run at."""
     if name not in WORLDS:
         raise UserError(f"unknown world {name[:40]!r}; there are {', '.join(WORLDS)}")
-    module, _, attribute = WORLDS[name].partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, attribute) if attribute else found  # type: ignore[return-value]
+    path, _, attribute = WORLDS[name].partition(":")
+    found = importlib.import_module(path)
+    module = getattr(found, attribute) if attribute else found
+    spec = None if size is None else module.world_spec()
+    if spec is None or size == spec.video_size:
+        return module  # type: ignore[return-value]
+    if size not in spec.resolutions or not hasattr(module, "at"):
+        sizes = ", ".join(f"{w}x{h}" for w, h in (spec.video_size, *spec.resolutions))
+        raise UserError(f"{name} runs at {sizes}, not at {size[0]}x{size[1]}")
+    return module.at(size)

@@ -61,9 +61,19 @@ class Fit:
     advice: str | None = None
 
 
-def world_room(name: str, lanes: Sequence[str], device: torch.device) -> Room:
-    """What a world needs with these formats; nothing is allocated. UserError on unknown names."""
-    own = getattr(world_module(name), "room", None)
+def planned_device(name: str) -> torch.device:
+    """Large worlds are for GPUs: a CPU's history is shorter than their window."""
+    return torch.device("cuda" if hasattr(world_module(name), "room") else "cpu")
+
+
+def world_room(
+    name: str, lanes: Sequence[str], device: torch.device, size: tuple[int, int] | None = None
+) -> Room:
+    """What a world needs with these formats; nothing is allocated. UserError on unknown names.
+
+    size: width and height of its video where they are not the first ones.
+    """
+    own = getattr(world_module(name, size), "room", None)
     item = 4 if device.type == "cpu" else 2
     if own is not None:
         found = own(tuple(lanes), item)
@@ -92,6 +102,7 @@ def fit(
     lanes: Sequence[str],
     device: torch.device,
     capacity: int | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Fit:
     """Whether lanes of a world fit on a device, and which settings would.
 
@@ -102,7 +113,7 @@ def fit(
     title = world_spec(name).title.partition(":")[0]
     lanes = tuple(lanes)
     capacity = capacity_of(device) if capacity is None else capacity
-    room = world_room(name, lanes, device)
+    room = world_room(name, lanes, device, size)
     needed = room.total(lanes)
     if capacity is None or needed <= capacity:
         return Fit(needed, capacity, lanes)

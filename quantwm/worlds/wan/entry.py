@@ -32,6 +32,11 @@ class WanModule:
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
 
+    def at(self, size: tuple[int, int]) -> WanModule:
+        """The same world at another width and height of its video."""
+        stride = self.entry.vae.stride
+        return WanModule(replace(self.entry, latent=(size[1] // stride, size[0] // stride)))
+
     def world_spec(self) -> WorldSpec:
         return self.entry.spec()
 
