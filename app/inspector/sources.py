@@ -28,7 +28,8 @@ MAX_UNPACKED_BYTES = 2 * 2**30
 MAX_MEMBERS = 64
 MAX_LANES = 4
 MAX_SIDE = 1920
-"""Larger pictures do not fit a pane; ten minutes of 4K are refused before a pixel is decoded."""
+"""Of a picture: larger ones do not fit a pane. Ten minutes of 4K are refused when one frame of each
+file is decoded, which takes 25 MB; what has more pixels than that is refused by its header."""
 _WANTED = (".json", ".ndjson", ".csv", ".mkv", ".png")
 
 
