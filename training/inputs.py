@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from quantwm.cli.common import open_folder as open_folder  # for the commands here too
 from quantwm.errors import UserError
 
 SEEDS = 100
@@ -30,19 +30,6 @@ def in_one_line(command: Callable[[], None]) -> int:
         print("stopped", file=sys.stderr)
         return 130
     return 0
-
-
-def open_folder(path: Path, option: str) -> Path:
-    """Makes a folder that is to be written into. UserError when that is impossible."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{option} must be a folder to write into: {path}: {error.strerror}") from (
-            error
-        )
-    if not os.access(path, os.W_OK):
-        raise UserError(f"{option} must be a folder to write into: {path} is read-only")
-    return path
 
 
 def need_between(option: str, value: float, low: float, high: float | None = None) -> None:

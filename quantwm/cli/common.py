@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -29,6 +31,19 @@ def emit(document: Mapping[str, object]) -> None:
 def say(text: str) -> None:
     """Print a line for the person; standard output stays free for the result."""
     print(text, file=sys.stderr, flush=True)
+
+
+def open_folder(path: Path, option: str) -> Path:
+    """Makes a folder that is to be written into. UserError when that is impossible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} must be a folder to write into: {path}: {error.strerror}") from (
+            error
+        )
+    if not os.access(path, os.W_OK):
+        raise UserError(f"{option} must be a folder to write into: {path} is read-only")
+    return path
 
 
 def progress(text: str) -> None:

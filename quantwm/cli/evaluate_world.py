@@ -12,6 +12,7 @@ from quantwm.cli.common import (
     add_device,
     emit,
     integer,
+    open_folder,
     pick_device,
     progress,
     progress_done,
@@ -67,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
             "--subset full needs --truth DIR; make it with python -m training.truth --out DIR"
         )
     began = time.monotonic()
-    _open_folder(arguments.out)
+    if arguments.out is not None:  # before a minute is spent on what could not be written then
+        open_folder(arguments.out, "--out")
     device = pick_device(arguments.device)
     world = _load(arguments.weights, device)
     episodes = _episodes(arguments, world)
@@ -94,18 +96,6 @@ def run(arguments: argparse.Namespace) -> int:
     _write(arguments.out, "acceptance", document, lines, strips)
     emit(document)
     return 1 if arguments.strict and missed else 0
-
-
-def _open_folder(folder: Path | None) -> None:
-    """Before a minute is spent on what could not be written then."""
-    if folder is None:
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--out must be a folder to write into: {folder}: {error.strerror}"
-        ) from error
 
 
 def _load(weights: Path | None, device: torch.device) -> EmbeddedWorld:
