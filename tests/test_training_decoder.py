@@ -27,7 +27,7 @@ from training.decoder_step import (
     DecoderBatch,
     DecoderTrainer,
     DecoderTraining,
-    anchor_errors,
+    anchor_error,
     known_error,
     push_scales,
 )
@@ -38,6 +38,8 @@ from training.picture_critic import (
     critic_hinge,
     edge_distance,
     edge_strengths,
+    grid_error,
+    phase_strengths,
 )
 from training.plans import QUICK_WORLD
 from training.train_decoder import main, parse, run, schedule
@@ -91,10 +93,18 @@ def test_edges_are_compared_wherever_they_lie():
 def test_anchor_sees_colour_and_not_texture():
     flat = torch.zeros(1, 3, 16, 16)
     squares = F.avg_pool2d(flat, 4)
-    checks = flat.clone()
-    checks[..., ::2], checks[..., 1::2] = 0.5, -0.5
-    assert [float(x) for x in anchor_errors(checks, squares)] == [0.0, 0.0]
-    assert [float(x) for x in anchor_errors(flat + 0.1, squares)] == pytest.approx([0.1, 0.1])
+    stripes = flat.clone()
+    stripes[..., ::2], stripes[..., 1::2] = 0.5, -0.5
+    assert float(anchor_error(stripes, squares)) == 0.0
+    assert float(anchor_error(flat + 0.1, squares)) == pytest.approx(0.1)
+
+
+def test_edges_at_the_latents_grid_are_seen():
+    noise = torch.randn(8, 3, 48, 64, generator=torch.Generator().manual_seed(0))
+    assert (phase_strengths(noise) - 1).abs().max() < 0.1
+    blocks = F.interpolate(noise[..., :6, :8], scale_factor=8.0)
+    assert phase_strengths(blocks)[:, 7].min() == pytest.approx(8.0)
+    assert grid_error(noise) < 0.01 < grid_error(0.5 * noise + blocks)
 
 
 def test_truth_counts_only_where_it_is_known_and_was_drawn():
@@ -148,8 +158,7 @@ def test_step_moves_the_decoder_alone_and_keeps_coarse_means(trainer):
         assert torch.equal(value, before[name]) == (not name.startswith("decoder"))
     with torch.no_grad():
         drawn = trainer.model.decode(trainer.batch.drifted.flatten(0, 1))
-    coarse, _ = anchor_errors(drawn, trainer.batch.squares.flatten(0, 1))
-    assert float(coarse) < 0.05
+    assert float(anchor_error(drawn, trainer.batch.squares.flatten(0, 1))) < 0.05
 
 
 def test_going_back_restores_what_was_kept(trainer):
@@ -176,13 +185,13 @@ def test_limits_of_a_decoder_and_what_is_best():
     config = DecoderCheckConfig()
     before = {
         "autoencoder_psnr": 35.4, "free_energy": 0.35, "free_change": 0.9, "still_change": 0.7,
-        "free_8_psnr": 28.0,
+        "free_8_psnr": 28.0, "free_grid": 0.1,
     }  # fmt: skip
     good = before | {"free_energy": 0.8, "still_change": 0.9}
     assert is_fit(good, before, config)
     for bad in (
         {"autoencoder_psnr": 34.2}, {"free_change": 1.2}, {"still_change": 1.3},
-        {"free_8_psnr": 26.0}, {"autoencoder_psnr": float("nan")},
+        {"free_8_psnr": 26.0}, {"free_grid": 0.3}, {"autoencoder_psnr": float("nan")},
     ):  # fmt: skip
         assert not is_fit(good | bad, before, config)
     assert distance(good) < distance(before)

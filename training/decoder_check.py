@@ -15,6 +15,7 @@ import torch
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
 from quantwm.worlds.embedded.transformer import Transformer
 from training.data import LatentPool, reckoned_poses
+from training.picture_critic import phase_strengths
 from training.rollout import roll_out
 from training.train_autoencoder import reconstruction_psnr
 
@@ -31,8 +32,9 @@ class DecoderCheckConfig:
     A decoder is fit to ship when the autoencoder reaches psnr_floor (or lost no more than
     psnr_loss, where it began lower), free frames change no more than `change` times as much as the
     truth's or the old decoder's, what they change without a key has grown no more than `change`
-    times as much as the gradients that are there to be moved, and the first free frames lost no
-    more than first_loss dB. near: distances of the energy from the truth's, as logarithms, up to
+    times as much as the gradients that are there to be moved, edges at the latents' grid are off
+    even by no more than `grid` or than the old one's, and the first free frames lost no more than
+    first_loss dB. near: distances of the energy from the truth's, as logarithms, up to
     this one are alike, and the later decoder is taken.
     """
 
@@ -46,6 +48,7 @@ class DecoderCheckConfig:
     psnr_floor: float = 34.3
     psnr_loss: float = 1.0
     change: float = 1.15
+    grid: float = 0.2
     first_loss: float = 1.5
     near: float = 0.1
 
@@ -96,14 +99,15 @@ class DecoderCheck:
         autoencoder_psnr of true frames; free_energy and free_energy_late: gradient energy of free
         frames over the truth's, means over all; free_8_psnr: of the first 8 to the truth;
         free_change: change from frame to frame over the truth's; still_change: the same without a
-        key, in grey levels (the truth's is 0).
+        key, in grey levels (the truth's is 0); free_grid: largest deviation of `phase_strengths`.
         """
-        energies, late, changes, first = [], [], [], []
+        energies, late, changes, first, phases = [], [], [], [], []
         for clip, truth in zip(self._free, self.truth, strict=True):
             free = decode_bytes(autoencoder, clip[self._start :])
             energies.append(_energy(free))
             late.append(_energy(free[-LATE:]))
             changes.append(_change(free))
+            phases.append(phase_strengths(free.permute(0, 3, 1, 2)))
             error = free[:FIRST].float() - truth[self._start : self._start + FIRST].float()
             square = error.square().mean(dim=(1, 2, 3)).clamp_min(1e-4)
             first.append((10 * torch.log10(255.0**2 / square)).mean())
@@ -115,6 +119,7 @@ class DecoderCheck:
             "free_8_psnr": round(_mean(first), 2),
             "free_change": round(_mean(changes) / max(self.truth_change, 1e-6), 3),
             "still_change": round(_mean(still), 2),
+            "free_grid": round(float((torch.stack(phases).mean(dim=0) - 1).abs().max()), 3),
         }
 
     def pairs(self, autoencoders: list[Autoencoder], count: int) -> list[list[torch.Tensor]]:
@@ -140,6 +145,7 @@ def is_fit(
         found["autoencoder_psnr"] >= psnr_floor(before, config)
         and found["free_change"] <= config.change * max(1.0, before["free_change"])
         and found["still_change"] <= config.change * sharper * before["still_change"]
+        and found["free_grid"] <= max(config.grid, before["free_grid"])
         and found["free_8_psnr"] >= before["free_8_psnr"] - config.first_loss
     )
 

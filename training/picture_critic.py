@@ -1,4 +1,4 @@
-"""A critic of pictures, two frames in a row at a time, and the distribution of edges' strength.
+"""A critic of pictures, two frames in a row at a time, and what the edges of many have in common.
 
 The decoder is judged by it where no truth exists: pictures of latents that were made up. It sees
 both frames and their difference, so texture must look like texture and move with what it
@@ -87,3 +87,23 @@ def edge_distance(drawn: torch.Tensor, real: torch.Tensor, patch: int = 8) -> to
     stay plain, because among the true patches there are as many plain ones."""
     ours, theirs = (edge_strengths(x, patch).flatten().sort().values for x in (drawn, real))
     return (ours - theirs).abs().mean()
+
+
+def phase_strengths(pictures: torch.Tensor, period: int = 8) -> torch.Tensor:
+    """[N, 3, H, W] -> float32 [2, period]: mean magnitude of the step to the right neighbour by
+    column, and of the step down by row, modulo the period; over their mean, so 1 is even.
+
+    A decoder that draws each latent as 8 x 8 pixels can make edges most cheaply at the borders of
+    its own squares. True frames have none there: 0.89 to 1.09.
+    """
+    found = []
+    for axis in (3, 2):
+        steps = pictures.float().diff(dim=axis).abs().mean(dim=(0, 1, 5 - axis))
+        whole = steps[: len(steps) // period * period].unflatten(0, (-1, period)).mean(dim=0)
+        found.append(whole / whole.mean().clamp_min(1e-6))
+    return torch.stack(found)
+
+
+def grid_error(pictures: torch.Tensor) -> torch.Tensor:
+    """Mean square by which `phase_strengths` of pictures [N, 3, H, W] are off 1."""
+    return (phase_strengths(pictures) - 1).square().mean()

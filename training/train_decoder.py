@@ -206,11 +206,11 @@ def run_steps(
 
 
 def say(log: Log, step: int, values: Any, push: float, steps_per_s: float, budget: Budget) -> None:
-    loss, mse, coarse, fine, edges, critic, right = (float(value) for value in values)
+    loss, mse, coarse, grid, edges, critic, right = (float(value) for value in values)
     log.event(
         "decoder", step=step, loss=round(loss, 4),
         psnr=round(10 * math.log10(4 / max(mse, 1e-9)), 2),
-        coarse=round(coarse, 4), fine=round(fine, 4), edges=round(edges, 4),
+        coarse=round(coarse, 4), grid=round(grid, 4), edges=round(edges, 4),
         critic_loss=round(critic, 3), critic_right=round(right, 3), push=round(push, 2),
         steps_per_s=round(steps_per_s, 1), eta_s=round(budget.left),
     )  # fmt: skip
