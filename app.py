@@ -35,6 +35,7 @@ def read_flags(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--demo", action="store_true", help="open the recorded sessions: no GPU, no weights"
     )
+    parser.add_argument("--weights", help="folder of downloaded worlds, ~/.cache/quantwm")
     parser.add_argument("--downloads", action="store_true", help="visitors may fetch worlds")
     parser.add_argument("--host", default=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"))
     parser.add_argument("--port", default=os.environ.get("GRADIO_SERVER_PORT", "7860"))

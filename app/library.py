@@ -30,7 +30,7 @@ from quantwm.session import SessionWriter
 from quantwm.token_selection import QueryWatch, watched_layers
 from quantwm.video import fit, has_pyav
 from quantwm.worlds.base import World, WorldSpec
-from quantwm.worlds.registry import Placement, download_world, load_world
+from quantwm.worlds.registry import Placement, download_world, keep_weights_in, load_world
 from quantwm.worlds.room import world_room
 
 
@@ -160,6 +160,8 @@ def make_backend(flags: argparse.Namespace) -> LibraryBackend:
     Raises:
         UserError: a flag that does not fit.
     """
+    if flags.weights is not None:
+        keep_weights_in(flags.weights)
     return LibraryBackend(
         flags.world,
         names(flags.lanes),

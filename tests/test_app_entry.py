@@ -42,6 +42,7 @@ def entry() -> ModuleType:
         (["--lanes", "bf16,zip"], "unknown lane"),
         (["--scene", "moon"], "unknown scene"),
         (["--device", "tpu"], "unknown device"),
+        (["--weights", __file__], "test_app_entry.py is a file"),
     ],
 )
 def test_bad_flags_get_one_line_and_status_2(entry, capsys, flags: list[str], says: str) -> None:

@@ -134,6 +134,25 @@ def test_a_prompt_switch_is_recorded_and_replayed(tiny: str, tmp_path: Path, cap
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["bit_identical"]
 
 
+@pytest.mark.parametrize("tiny", ["matrix_game2_universal"], indirect=True)
+def test_weights_may_lie_anywhere(tiny: str, tmp_path: Path, capsys) -> None:
+    """Moved to another disk, they are found where --weights says, and only there."""
+    files.root().rename(tmp_path / "moved")
+    play = ["play", "--world", "tiny", "--actions", "w-3", "--lanes", "bf16", "--device", "cpu",
+            "--no-video", "--out", str(tmp_path / "session")]  # fmt: skip
+    assert main(play) == 2
+    assert "is missing" in capsys.readouterr().err
+    moved = ["--weights", str(tmp_path / "moved")]
+    assert main([*play, *moved]) == 0
+    capsys.readouterr()
+    assert main(["worlds", *moved]) == 0
+    document = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    found = next(world for world in document["worlds"] if world["world"] == "tiny")
+    assert found["present"] and found["where"] == str(tmp_path / "moved")
+    assert main(["download", "--world", "tiny", "--weights", str(Path(__file__))]) == 2
+    assert "test_wan_worlds.py is a file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_what_is_missing_is_named(tiny: str) -> None:
     entry = catalog.ENTRIES["tiny"]

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from quantwm.cli.common import emit, progress, progress_done, say
 from quantwm.errors import UserError
 from quantwm.worlds.registry import download_world, world_presence, world_spec, world_terms
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """The --weights argument; the command line heeds it before a command runs."""
+    parser.add_argument(
+        "--weights",
+        type=Path,
+        metavar="FOLDER",
+        help="where downloaded worlds lie; ~/.cache/quantwm by default",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agree", action="store_true", help="you have read its licence and agree to it"
     )
+    add_weights(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

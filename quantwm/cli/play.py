@@ -20,6 +20,7 @@ from quantwm.cli.common import (
     say,
     table,
 )
+from quantwm.cli.download import add_weights
 from quantwm.describe import session_info
 from quantwm.engine import Engine
 from quantwm.engine_types import BlockResult
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--record-layers", type=names, default=(), help="layers to record, 0,5,9; three by default"
     )
+    add_weights(parser)
     add_device(parser)
 
 
@@ -114,7 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_folder(folder)
     say(f"loading {spec.title} on {device}")
     placement = None if arguments.offload is None else Placement(offload=arguments.offload)
-    world = load_world(arguments.world, device, placement=placement)
+    world = load_world(arguments.world, device, _stage, placement=placement)
+    progress_done()
+    if hasattr(world, "report"):
+        world.report = _stage
     with Engine(
         world,
         lanes,
@@ -201,6 +206,10 @@ def _recorder(arguments: argparse.Namespace, layers: int) -> TensorRecorder | No
     if arguments.record_tensors.exists():
         raise UserError(f"{arguments.record_tensors} exists; name a new file")
     return TensorRecorder(chosen)
+
+
+def _stage(stage: str, share: float) -> None:
+    progress(f"{stage}: {100 * share:.0f} %")
 
 
 def _progress_line(done: int, total: int, block: BlockResult) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quantwm.cli.common import add_device, emit, pick_device, progress, progress_done, say
+from quantwm.cli.download import add_weights
 from quantwm.describe import versions
 from quantwm.engine import Engine
 from quantwm.errors import UserError
@@ -25,6 +26,7 @@ from quantwm.worlds.registry import load_world, world_spec
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `replay`."""
     parser.add_argument("folder", type=Path, help="a session folder or zip")
+    add_weights(parser)
     add_device(parser)
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from quantwm.cli.common import emit, say, table
+from quantwm.cli.download import add_weights
 from quantwm.worlds.registry import (
     WORLDS,
     world_presence,
@@ -21,7 +22,8 @@ LANES = ("bf16", "qvg", "quantwm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`worlds` takes no arguments."""
+    """Arguments of `worlds`."""
+    add_weights(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -125,6 +126,13 @@ def download_world(name: str, agreed: bool, progress: Progress | None = None) ->
     if found is None:
         raise UserError(f"the world {name} is not downloaded; it comes with the repository")
     found(agreed, progress)
+
+
+def keep_weights_in(folder: Path | str) -> None:
+    """Where downloaded worlds lie and are fetched to, instead of ~/.cache/quantwm."""
+    from quantwm.worlds.wan.files import set_root
+
+    set_root(folder)
 
 
 def load_world(

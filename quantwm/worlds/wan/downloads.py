@@ -91,7 +91,7 @@ def _require_space(folder: Path, expected: int) -> None:
     if missing > free:
         raise UserError(
             f"the download needs {missing / 2**30:.1f} GiB, the disk of {there} has "
-            f"{free / 2**30:.1f} GiB free: make room, or make {files.root()} a link to another disk"
+            f"{free / 2**30:.1f} GiB free: make room, or choose another disk's folder (--weights)"
         )
 
 

@@ -16,9 +16,12 @@ _root = Path.home() / ".cache" / "quantwm"
 
 
 def set_root(folder: Path | str) -> None:
-    """Use another folder for downloaded weights."""
+    """Use another folder for downloaded weights. UserError where it is something else."""
     global _root
-    _root = Path(folder).expanduser()
+    chosen = Path(folder).expanduser().absolute()
+    if chosen.exists() and not chosen.is_dir():
+        raise UserError(f"--weights is a folder of downloaded worlds, {chosen} is a file")
+    _root = chosen
 
 
 def root() -> Path:
