@@ -84,15 +84,7 @@ def evaluate(
     clips, held = frames[: config.episodes, :length], keys[: config.episodes, :length]
     poses = torch.stack([reckoned_poses(row.cpu().numpy()) for row in held]).to(frames.device)
     pool = LatentPool.encode(autoencoder, clips, held, poses)
-    results = {}
-    for name, forced, window in (
-        ("free", False, None), ("next", True, None), ("window", True, config.window),
-    ):  # fmt: skip
-        latents = roll_out(
-            model, pool.latents, held.float(), config.context_chunks, config.steps, sampler.shift,
-            config.seed, forced, window, poses,
-        )  # fmt: skip
-        results[name] = [decode_clip(autoencoder, clip) for clip in latents]
+    results = _rolled_out(model, autoencoder, pool.latents, held, sampler, config, poses)
     truth = [clip.cpu().numpy() for clip in clips]
 
     def psnr(kind: str, first: int, end: int) -> float:
@@ -102,11 +94,6 @@ def evaluate(
         ]
         return round(float(np.mean(values)), 2)
 
-    late = slice(max(start, length - 16), length)
-    sharp, colour = [], []
-    for a, b in zip(results["free"], truth, strict=True):
-        sharp.append(_gradient(a[late]) / _gradient(b[late]))
-        colour.append(np.abs(a[late].mean(axis=(0, 1, 2)) - b[late].mean(axis=(0, 1, 2))).max())
     pooled = psnr_pooled(
         np.concatenate([clip[start : start + 8] for clip in results["free"]]),
         np.concatenate([clip[start : start + 8] for clip in truth]),
@@ -118,8 +105,7 @@ def evaluate(
         "free_8_psnr_pooled": round(float(pooled), 2),
         "free_32_psnr": psnr("free", start, start + 32),
         "free_all_psnr": psnr("free", start, length),
-        "free_sharpness": round(float(np.mean(sharp)), 3),
-        "free_colour": round(float(np.mean(colour)), 1),
+        **_late(results["free"], truth, slice(max(start, length - 16), length)),
         **_appearance(results["free"], truth, start),
         "rollout_frames": length - start,
         "episodes": len(truth),
@@ -134,6 +120,41 @@ def evaluate(
         model.config.frames_per_chunk, frames.device,
     )  # fmt: skip
     return metrics, [(b[start:], a[start:]) for a, b in zip(results["free"], truth, strict=True)]
+
+
+def _rolled_out(
+    model: Transformer,
+    autoencoder: Autoencoder,
+    latents: torch.Tensor,
+    held: torch.Tensor,
+    sampler: SamplerConfig,
+    config: EvaluationConfig,
+    poses: torch.Tensor,
+) -> dict[str, list[np.ndarray]]:
+    """Frames of every clip: "free" running, the "next" chunk from true histories, and that from a
+    "window" of them."""
+    results = {}
+    for name, forced, window in (
+        ("free", False, None), ("next", True, None), ("window", True, config.window),
+    ):  # fmt: skip
+        rolled = roll_out(
+            model, latents, held.float(), config.context_chunks, config.steps, sampler.shift,
+            config.seed, forced, window, poses,
+        )  # fmt: skip
+        results[name] = [decode_clip(autoencoder, clip) for clip in rolled]
+    return results
+
+
+def _late(free: list[np.ndarray], truth: list[np.ndarray], late: slice) -> dict[str, float]:
+    """Gradient and mean colour of a rollout's last frames beside the truth's, means over clips."""
+    sharp, colour = [], []
+    for a, b in zip(free, truth, strict=True):
+        sharp.append(_gradient(a[late]) / _gradient(b[late]))
+        colour.append(np.abs(a[late].mean(axis=(0, 1, 2)) - b[late].mean(axis=(0, 1, 2))).max())
+    return {
+        "free_sharpness": round(float(np.mean(sharp)), 3),
+        "free_colour": round(float(np.mean(colour)), 1),
+    }
 
 
 def _appearance(free: list[np.ndarray], truth: list[np.ndarray], start: int) -> dict[str, float]:

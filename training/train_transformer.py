@@ -203,6 +203,26 @@ def refill_rollouts(
     log.event("rollouts", step=state.step, **facts)
 
 
+def set_rates(state: TrainState, fraction: float, training: TransformerTraining) -> float:
+    """Rates of both optimisers at this fraction of the run; the factor on their peaks."""
+    factor = rate_factor(state.step - state.runs[-1]["first_step"], fraction, training)
+    for optimiser, peak in ((state.muon, training.muon_lr), (state.adam, training.adam_lr)):
+        for group in optimiser.param_groups:
+            group["lr"] = peak * factor
+    return factor
+
+
+def take_step(state: TrainState, fraction: float, training: TransformerTraining) -> None:
+    """One step of both optimisers along the gradients that are there, and of the average."""
+    torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
+    state.muon.step()
+    state.adam.step()
+    state.clear_gradients()
+    state.step += 1
+    state.progress = fraction
+    state.update_average(training.ema)
+
+
 def train_stage(
     state: TrainState,
     stage: Stage,
@@ -229,10 +249,7 @@ def train_stage(
     end, first = time.monotonic() + seconds, state.step
     pace = Pace(2 * stage.batch * stage.frames * config.tokens_per_frame, state.step)
     while time.monotonic() < end and state.step - first < training.max_steps:
-        factor = rate_factor(state.step - state.runs[-1]["first_step"], run.fraction, training)
-        for optimiser, peak in ((state.muon, training.muon_lr), (state.adam, training.adam_lr)):
-            for group in optimiser.param_groups:
-                group["lr"] = peak * factor
+        factor = set_rates(state, run.fraction, training)
         if rollouts is not None:
             refill_rollouts(state, rollouts, pool, generator, log)
         clips = draw_clips(pool, rollouts, stage, config, training, generator)
@@ -251,13 +268,7 @@ def train_stage(
                     )  # fmt: skip
             else:
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
-        state.muon.step()
-        state.adam.step()
-        state.clear_gradients()
-        state.step += 1
-        state.progress = run.fraction
-        state.update_average(training.ema)
+        take_step(state, run.fraction, training)
         if state.step % training.log_every == 0 or state.step == first + 1:
             value = float(loss.detach())
             judged = {"critic_loss": round(float(of_critic), 3)} if stage.adversarial > 0 else {}
