@@ -79,6 +79,35 @@ def test_all_work_runs_on_one_thread(backend) -> None:
     assert not backend.threads & {threading.current_thread().name}
 
 
+def test_a_patch_of_a_real_run_picks_the_highest_score_of_each_lanes_keys(backend) -> None:
+    settings = parse_settings({"steps": 1}, backend.backend.catalogue())
+    engine = backend.backend.open(settings, np.zeros((10, 10, 3), np.uint8), lambda *_: None)
+    spec = backend.world.spec
+    width, height = spec.video_size
+    try:
+        engine.start()
+        for _ in range(3):
+            block = engine.step(_still(backend.world))
+        last = block.first_frame + spec.cache.frames_per_chunk - 1
+        rows, columns, *size, found = engine.pick_tokens(last, width - 1, height - 1)
+        assert size == [width, height] and rows * columns == spec.cache.tokens_per_frame
+        assert [layer.layer for layer in found] == list(range(spec.cache.layers))
+        past = block.first_frame * spec.cache.tokens_per_frame
+        for layer in found:
+            queries = engine.watch.queries[layer.layer][:, -1].float()  # of the last patch
+            for name, cache in engine.inner.caches.items():
+                keys = cache.history(layer.layer)[0][:, :past].float()
+                best = torch.einsum("hd,hnd->hn", queries, keys).argmax(dim=1)
+                got = [(p.frame * rows + p.row) * columns + p.column for p in layer.lanes[name]]
+                assert got == best.tolist(), (layer.layer, name)
+        first = engine.pick_tokens(block.first_frame, 0, 0)[-1]
+        assert first != found, "another patch, another query"
+        with pytest.raises(UserError, match="newest chunk only"):
+            engine.pick_tokens(0, 0, 0)
+    finally:
+        engine.close()
+
+
 def test_errors_pass_through_the_thread() -> None:
     def fail() -> None:
         raise UserError("one line")

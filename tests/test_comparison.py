@@ -93,6 +93,22 @@ def test_late_psnr_is_marked_as_divergence(tmp_path, clip):
     assert [w["diverged"] for w in found["windows"]] == [False, True, True]
 
 
+@pytest.mark.parametrize(("first", "shown"), [(0, "0"), (5, "5"), (None, "-")])
+def test_the_table_names_the_frame_at_which_lanes_part_even_the_first(
+    tmp_path, clip, capsys, first, shown
+):
+    other = clip.copy()
+    if first is not None:
+        other[first:] = 255 - other[first:]
+    write(tmp_path / "a.mkv", other), write(tmp_path / "b.mkv", clip)
+    assert main(["compare", str(tmp_path / "a.mkv"), str(tmp_path / "b.mkv"), "--no-flow"]) == 0
+    told = capsys.readouterr()
+    lines = (told.err + told.out).splitlines()
+    head = next(i for i, line in enumerate(lines) if line.endswith("parted at"))
+    assert lines[head + 1].split()[-1] == shown
+    assert json.loads(told.out.splitlines()[-1])["videos"][0]["divergence_frame"] == first
+
+
 def test_different_length_compares_what_is_common(tmp_path, clip):
     a, b = write(tmp_path / "a.mkv", clip), write(tmp_path / "b.mkv", clip[:7])
     found = compare(tmp_path, a, b)
