@@ -19,6 +19,7 @@ from kernels.tile import (
     channels_of,
     code_words,
     e4m3_value,
+    of_words,
     scale_bytes,
     word_levels,
 )
@@ -88,6 +89,7 @@ def _packed_tile(
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
         scale, zero = affine_scales(scales, zeros, first, step, rows, D, GROUP)
+    scale, zero = of_words(scale, D, GROUP), of_words(zero, D, GROUP)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
             asm=_LEVELS_ASM,
