@@ -15,8 +15,8 @@ from quantwm.study import COLD_TOKENS
 
 BEGIN = "<!-- measured: begin (python -m benchmarks beyond --read beyond.json --docs THIS PAGE) -->"
 END = "<!-- measured: end -->"
-COMPARED = ("quantwm", "qtc:small", "qtc")
-"""In what is told layer by layer and by the length of the history."""
+COMPARED = ("quantwm", "qtc:small", "qtc", "qtc:large")
+"""In what is told by the length of the history."""
 ERRORS = ("logit_mse", "token_shift", "attention_output_rel_mse", "corrected_output_rel_mse")
 
 
