@@ -44,6 +44,8 @@ class WorldCard:
         present: whether the files are here; problem: one line that says what is missing.
         advice: what would fit, one line, None where everything does.
         lanes: those that fit.
+        offloads: whether that takes the transformer's blocks on the CPU, from where they visit the
+            GPU one after the other; it is then done.
     """
 
     name: str
@@ -59,6 +61,7 @@ class WorldCard:
     problem: str | None
     advice: str | None
     lanes: tuple[str, ...]
+    offloads: bool = False
 
 
 @dataclass(frozen=True)

@@ -136,4 +136,5 @@ class WorldOffers:
             problem=presence.problem,
             advice=fitting.advice or self._slow(spec),
             lanes=tuple(page_name(lane) for lane in fitting.lanes),
+            offloads=fitting.offload,
         )

@@ -202,7 +202,7 @@ class FakeBackend:
             present=here, problem=None if here else "the transformer is missing: test/ruins",
             advice="Test ruins needs 9 GiB, this device has 8 GiB: lanes quantwm would do"
             if name == "ruins" else None,
-            lanes=("bf16", "qvg", "quantwm"),
+            lanes=("bf16", "qvg", "quantwm"), offloads=name == "ruins",
         )  # fmt: skip
 
     def fits_beside(self, world: str) -> bool:

@@ -16,8 +16,10 @@ from app.downloads import Downloads
 from app.files import SessionFiles
 from app.handlers import Handlers, parse_settings
 from app.library import LibraryBackend
+from app.offers import WorldOffers
 from app.sessions import SessionManager
 from quantwm.errors import UserError
+from quantwm.worlds import room
 from quantwm.worlds.embedded.adapter import EmbeddedWorld
 from quantwm.worlds.registry import Placement
 from quantwm.worlds.room import fit
@@ -182,6 +184,19 @@ def test_a_public_page_fetches_nothing_for_visitors(monkeypatch) -> None:
     assert asked == []
     LibraryBackend("embedded", ["bf16"], CPU).download("lingbot_v2_1p3b", True, quiet)
     assert asked == ["lingbot_v2_1p3b"] and threading.active_count() < 50
+
+
+def test_a_card_says_what_a_small_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = ("bf16", "qvg", "quantwm")
+    for gib, fitting, offloads in ((141, lanes, False), (24, ("qvg",), True), (8, (), False)):
+        monkeypatch.setattr(room, "capacity_of", lambda device, gib=gib: gib * 2**30)
+        offers = WorldOffers(
+            "embedded", lanes, torch.device("cuda"), scene=None, seed=0, steps=None
+        )
+        card = next(card for card in offers.cards() if card.name == "lingbot_v2_14b")
+        assert (card.lanes, card.offloads, card.capacity) == (fitting, offloads, gib * 2**30)
+        assert (card.advice is None) == (gib == 141), card.advice
+        assert offers.catalogue("lingbot_v2_14b").chosen == (fitting or lanes)
 
 
 @pytest.mark.parametrize("world", ["embedded", "causal_forcing"])

@@ -123,6 +123,8 @@ def test_a_restrictive_licence_is_agreed_to_before_the_download(open_page, serve
     pick(page, "ruins")
     assert "Testers only" in page.inner_text(".qwm-fetch")
     assert "needs 9 GiB, this device has 8 GiB" in page.inner_text('[data-out="advice"]')
+    assert "blocks wait on the CPU" in page.inner_text('[data-world="ruins"] .qwm-needs')
+    assert "CPU" not in page.inner_text('[data-world="caves"] .qwm-needs')
     assert page.is_disabled('[data-do="fetch"]')
     page.check('[data-in="agree"]')
     page.click('[data-do="fetch"]')

@@ -92,7 +92,8 @@ class Worlds {
     badge.textContent = !fits ? "too large" : card.present ? "here" : "to download";
     badge.dataset.state = !fits ? "large" : card.present ? "here" : "away";
     $(".qwm-needs", tile).textContent = bytes(card.weight_bytes) + " of files \u00b7 needs " + bytes(card.needed) +
-      (card.capacity ? " of " + bytes(card.capacity) : "");
+      (card.capacity ? " of " + bytes(card.capacity) : "") +
+      (card.offloads ? " \u00b7 blocks wait on the CPU" : "");
   }
 
   // Below the cards: what stands between a visitor and the chosen world.
