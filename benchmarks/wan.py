@@ -28,6 +28,7 @@ from quantwm.lanes import lanes_for
 from quantwm.worlds.base import ChunkAction, StartState
 from quantwm.worlds.wan import attention as wan_attention
 from quantwm.worlds.wan.catalog import ENTRIES
+from quantwm.worlds.wan.offload import offload_blocks
 from quantwm.worlds.wan.random_world import random_world
 from quantwm.worlds.wan.world import WanWorld
 
@@ -45,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
     parser.add_argument("--alone", action="store_true", help="encode each layer by itself")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
+    parser.add_argument("--offload", action="store_true", help="blocks wait on the CPU")
     parser.add_argument("--brief", action="store_true", help="no chunk is watched, only timed")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
@@ -53,7 +55,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = device_named(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     world = random_world(options.world, device, dtype, latent=_latent(options.latent))
-    if options.no_graphs:
+    if options.offload:
+        offload_blocks(world.model, device)
+    if options.no_graphs or options.offload:
         world.forward = world.model
     names = options.lanes.split(",")
     spec = world.spec

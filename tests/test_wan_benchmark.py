@@ -62,3 +62,16 @@ def test_a_brief_run_times_and_watches_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert not watched and row["host_ms"] == row["split_ms"] == {}
     assert row["ms_per_chunk"]["qvg"] > 0 and row["kv_bytes"]["qvg"] > 0
     assert "ms a chunk" in wan.table(result)
+
+
+def test_blocks_that_wait_on_the_cpu_are_a_run_of_their_own(monkeypatch) -> None:
+    take_tiny("causal_forcing", monkeypatch)
+    worlds = []
+    made = wan.random_world
+    monkeypatch.setattr(
+        wan, "random_world", lambda *a, **k: worlds.append(made(*a, **k)) or worlds[0]
+    )
+    wan.run(options("--world", "causal_forcing", "--lanes", "bf16", "--brief", "--offload"))
+    visits = worlds[0].model.visit
+    # The context, the history's clean passes, and two chunks of four steps and a clean pass each.
+    assert visits.count >= len(worlds[0].model.blocks) * 2 * 5

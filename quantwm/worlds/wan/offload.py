@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 ALIGNED = 256
-"""Bytes of which a parameter's place in its module's storage is a multiple, as an allocator's is."""
+"""A parameter's place in its module's storage is a multiple of so many bytes."""
 
 
 class _Home:
