@@ -18,8 +18,8 @@ from quantwm.cache.spec import CachePolicy
 from quantwm.cli import main
 from quantwm.errors import UserError
 from quantwm.report import numbers, running
-from quantwm.report.document import Plot, Sheet, both, compared, judge
-from quantwm.report.html import to_png
+from quantwm.report.document import Plot, Section, Sheet, both, compared, judge, sentence
+from quantwm.report.html import _cell, _section, to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
 from quantwm.report.one_role import OneRoleFormat
 from quantwm.report.plan import recording_jobs, rollout_jobs, units_of
@@ -256,6 +256,26 @@ def test_a_cache_remembers_as_well_only_if_its_whole_interval_does(lost, word):
     ]
     (verdict,) = _recall_verdicts(rows)
     assert verdict.word == word and "BF16's PSNR less QuantWM's" in verdict.because
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [("23.41", "<td>23.41</td>"), ("-", "<td>-</td>"), ("a < b", "<td>a &lt; b</td>"),
+     ("1.0 [0.9, 1.1]", "<td>1.0<small>[0.9, 1.1]</small></td>"),
+     ("19.85 [18.68, 20.98] (divergence: 62% parted)",
+      "<td>19.85<small>[18.68, 20.98]</small><small>divergence: 62% parted</small></td>"),
+     ("37.2% [1.0, 2.0]", "<td>37.2%<small>[1.0, 2.0]</small></td>"),
+     ("w" * 20 + " " + "x" * 20, f'<td class="words">{"w" * 20} {"x" * 20}</td>')],
+)  # fmt: skip
+def test_an_interval_stands_below_its_mean(text, html):
+    assert _cell(text) == html
+
+
+def test_a_verdict_is_a_sentence():
+    section = Section("t", verdicts=[judge("Claim", figure(2, 1, 3), "dB", "its PSNR")])
+    wanted = "Its PSNR is 2.00 [1.00, 3.00] dB over 32 scenes."
+    assert sentence("its end.") == "Its end."
+    assert wanted in _section(section) and "32 scenes.." not in _section(section)
 
 
 def test_plots_and_sheets():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -15,6 +16,11 @@ from quantwm.report.plots import to_svg
 
 MARKS = {"holds": "yes", "does not hold": "no", "undecided": "open", "not measured": "none"}
 
+NUMBER = re.compile(r"(\S+)(?: (\[[^\]]*\]))?(?: \((.*)\))?")
+"""A figure as `document.cell` writes it: its mean, its interval, a remark."""
+LONG = 28
+"""Characters from which on a cell breaks into lines."""
+
 STYLE = """
 :root{color-scheme:light dark;--ink:#1c1e22;--paper:#fff;--soft:#5b6270;--line:#d9dde4;
 --band:#f4f6f9;--yes:#0a7a4b;--no:#b3261e;--open:#8a6100;--none:#5b6270}
@@ -25,11 +31,16 @@ font:16px/1.5 system-ui,sans-serif}
 h1{font-size:28px;line-height:1.2}
 h2{margin-top:48px;font-size:21px;border-top:1px solid var(--line);padding-top:20px}
 p{max-width:76ch}.soft{color:var(--soft);font-size:14px}
+.caption{color:var(--soft);font-size:14px;margin:20px 0 6px}
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--soft);padding:14px 0 6px}
-th,td{padding:5px 12px 5px 0;text-align:left;border-bottom:1px solid var(--line);white-space:nowrap}
-th{font-weight:600;white-space:normal;vertical-align:bottom}
-tr:nth-child(even) td{background:var(--band)}
+th,td{padding:5px 14px 5px 0;text-align:left;border-bottom:1px solid var(--line);
+vertical-align:top;background:var(--paper);line-height:1.35}
+thead th{font-weight:600;vertical-align:bottom;max-width:15ch}
+td{white-space:nowrap}td.words{white-space:normal;min-width:12ch}
+td small{display:block;font-size:12px;color:var(--soft)}
+th:first-child{position:sticky;left:0}tbody th{font-weight:400;max-width:44ch}
+tbody tr:nth-child(even)>*{background:var(--band)}
+@media(max-width:640px){body{padding:16px 14px 60px}tbody th{min-width:28vw;max-width:40vw}}
 .verdict{border-left:4px solid var(--mark);padding:4px 0 4px 14px;margin:14px 0;max-width:80ch}
 .verdict b{color:var(--mark)}.yes{--mark:var(--yes)}.no{--mark:var(--no)}.open{--mark:var(--open)}
 .none{--mark:var(--none)}
@@ -140,15 +151,30 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def _table(table: Table) -> str:
+    """A table in a box that scrolls sideways where the window is narrow; its first column stays."""
     head, *rows = table.rows
     cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
     lines = [
-        "<tr>" + "".join(f"<td>{escape(str(text))}</td>" for text in row) + "</tr>" for row in rows
+        f'<tr><th scope="row">{escape(str(first))}</th>{"".join(map(_cell, others))}</tr>'
+        for first, *others in rows
     ]
+    caption = escape(table.caption)
     return (
-        f'<div class="wide"><table><caption>{escape(table.caption)}</caption>'
+        f'<p class="caption">{caption}</p><div class="wide" role="region" tabindex="0" '
+        f'aria-label="{caption}"><table aria-label="{caption}">'
         f"<thead><tr>{cells}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _cell(text: object) -> str:
+    """A number stands over its interval and remark, so that a table of many columns fits."""
+    number = NUMBER.fullmatch(str(text))
+    if number is None:
+        words = ' class="words"' if len(str(text)) > LONG else ""
+        return f"<td{words}>{escape(str(text))}</td>"
+    first, interval, remark = (escape(part or "") for part in number.groups())
+    below = "".join(f"<small>{part}</small>" for part in (interval, remark) if part)
+    return f"<td>{first}{below}</td>"
 
 
 def _figure(sheet: Sheet) -> str:
