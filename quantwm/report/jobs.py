@@ -64,7 +64,7 @@ class LaneSeries:
     mse, ssim, lpips (where measured): against bf16. temporal, excess (steps): grey levels.
     sharpness: gradient energy.
     consistency: (cos to the first frame + cos to the one before) / 2, from the second frame on.
-    kv_bytes, ratio, resident_ratio, tokens: at the end. ms: of each chunk; none of rollouts that
+    kv_bytes, ratio, resident_ratio, tokens: at the end. held: kv_bytes after each chunk. ms: of each chunk; none of rollouts that
     ran together, whose chunks take no time of their own.
     """
 
@@ -76,6 +76,7 @@ class LaneSeries:
     sharpness: list[float] = field(default_factory=list)
     consistency: list[float] = field(default_factory=list)
     kv_bytes: int = 0
+    held: list[int] = field(default_factory=list)
     ratio: float | None = None
     resident_ratio: float = 1.0
     tokens: int = 0
@@ -231,6 +232,7 @@ class Watch:
         series = self.series
         series.kv_bytes, series.ratio, series.tokens = lane.kv_bytes, lane.ratio, lane.tokens
         series.resident_ratio = lane.resident_ratio
+        series.held.append(lane.kv_bytes)
         series.ms.append(lane.ms)
 
     def _add_steps(

@@ -153,5 +153,6 @@ class _Rollouts:
         """
         series, ledger = self._watch[job][name].series, lane.cache.ledger()
         series.kv_bytes = ledger.total // self._sessions.count
+        series.held.append(series.kv_bytes)
         series.ratio, series.resident_ratio = ledger.nominal_ratio, ledger.resident_ratio
         series.tokens = ledger.tokens
