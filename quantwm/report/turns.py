@@ -10,7 +10,7 @@ from quantwm.report.jobs import Job
 
 SOONER = {"main": 0.5, "short": 0.5, "taught": 0.6, "attention": 0.7, "still": 0.8}
 """Experiments that more tables and claims rest on: they are through after such a share of the
-time. The others keep every scene but the last ones."""
+time, and the first of each round. Of the others the last scenes are lost first."""
 LONG = 3.0
 """Of experiments, a rollout's work over the median one's from which on it begins first."""
 
@@ -27,13 +27,13 @@ def interleaved(groups: Sequence[list[Job]], at_once: int) -> list[list[Job]]:
     for group in groups:
         by_experiment.setdefault(group[0].experiment, []).append(group)
     waiting = at_once
-    turns: list[tuple[bool, float, int, list[Job]]] = []
-    for order, (experiment, several) in enumerate(by_experiment.items()):
+    turns: list[tuple[bool, float, float, list[Job]]] = []
+    for experiment, several in by_experiment.items():
+        weight = SOONER.get(experiment, 1.0)
         for place, group in enumerate(several):
             ahead = experiment in first and waiting > 0
             waiting -= ahead
-            share = place / len(several) * SOONER.get(experiment, 1.0)
-            turns.append((not ahead, share, order, group))
+            turns.append((not ahead, place / len(several) * weight, weight, group))
     return [turn[-1] for turn in sorted(turns, key=lambda turn: turn[:3])]
 
 
