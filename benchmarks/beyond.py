@@ -192,6 +192,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no beyond.json: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "beyond":
         raise UserError(f"{path} is no beyond.json: it was not written by this benchmark")
+    lanes = [lane for mode in ("free", "taught") for lane in result[mode].values()]
+    if not all("held" in lane for lane in lanes):
+        raise UserError(f"{path} is of an earlier version of this benchmark; measure again")
     return result
 
 

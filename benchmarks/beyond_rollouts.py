@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 from quantwm.evaluation.episodes import Episode
@@ -89,10 +90,23 @@ def fidelity(
             "scenes": len(series),
             "windows": windows_of(series, fps),
             "whole": figure([psnr_of(s, slice(None)) for s in series]),
+            "held": _held(series, fps),
         }
         if base and lane != "quantwm":
             found[lane]["over_quantwm"] = _differences(series, base, fps)
     return found
+
+
+def _held(series: Sequence[LaneSeries], fps: float) -> dict[str, float]:
+    """Bytes held as each window that the rollouts reach ends, and at their end; means."""
+    frames = min(len(s.mse) for s in series)
+    chunks = min(len(s.held) for s in series)
+    parts = {w.name: frames_of(w, fps, frames) for w in WINDOWS} | {"whole": slice(0, frames)}
+    return {
+        name: fmean(s.held[(part.stop - 1) * chunks // frames] for s in series)
+        for name, part in parts.items()
+        if part.stop > part.start
+    }
 
 
 def _differences(

@@ -95,6 +95,29 @@ def test_a_wrong_file_is_one_line(content: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_gain_counts_only_at_no_more_bytes_as_its_frames_end_and_at_the_end(out: Path) -> None:
+    result = _result(out)
+    lanes = result["free"]
+    assert lanes["qtc"]["held"].keys() == {"early", "whole"}
+    lanes["qtc"]["over_quantwm"]["early"] = {"mean": 7.0, "low": 6.0, "high": 8.0}
+    told = []
+    for early, whole in ((90, 90), (101, 90), (90, 101)):
+        lanes["quantwm"]["held"] = {"early": 100.0, "whole": 100.0}
+        lanes["qtc"]["held"] = {"early": float(early), "whole": float(whole)}
+        (row,) = [r for r in beyond_text._wanted(result).splitlines() if "first window: at" in r]
+        told.append(row.split(" | ")[-2:])
+    assert told == [["0.90, 0.90", "yes |"], ["1.01, 0.90", "no |"], ["0.90, 1.01", "no |"]]
+
+
+def test_a_result_of_an_earlier_version_is_one_line(out: Path, tmp_path: Path) -> None:
+    result = _result(out)
+    del result["free"]["qtc"]["held"]
+    path = tmp_path / "beyond.json"
+    path.write_text(json.dumps(result))
+    with pytest.raises(UserError, match="is of an earlier version of this benchmark"):
+        beyond._read(path)
+
+
 def test_unknown_lanes_and_methods_are_named() -> None:
     with pytest.raises(UserError, match="--lanes and --few take quantwm, quantwm-half"):
         beyond.lanes_named("quantwm,qvg")

@@ -64,8 +64,8 @@ class LaneSeries:
     mse, ssim, lpips (where measured): against bf16. temporal, excess (steps): grey levels.
     sharpness: gradient energy.
     consistency: (cos to the first frame + cos to the one before) / 2, from the second frame on.
-    kv_bytes, ratio, resident_ratio, tokens: at the end. held: kv_bytes after each chunk. ms: of each chunk; none of rollouts that
-    ran together, whose chunks take no time of their own.
+    kv_bytes, ratio, resident_ratio, tokens: at the end. held: kv_bytes after each chunk. ms: of
+    each chunk; none of rollouts that ran together, whose chunks take no time of their own.
     """
 
     mse: list[float] = field(default_factory=list)
