@@ -94,7 +94,7 @@ def phase_strengths(pictures: torch.Tensor, period: int = 8) -> torch.Tensor:
     column, and of the step down by row, modulo the period; over their mean, so 1 is even.
 
     A decoder that draws each latent as 8 x 8 pixels can make edges most cheaply at the borders of
-    its own squares. True frames have none there: 0.89 to 1.09.
+    its own squares. True frames have none there: 0.94 to 1.06.
     """
     found = []
     for axis in (3, 2):
