@@ -1,11 +1,19 @@
-"""Single presses in headless Chromium: one chunk each, none lost."""
+"""Single presses and the mouse in headless Chromium: one chunk a press, none lost; drags look."""
 
 from __future__ import annotations
 
 import time
 
 import pytest
-from browser_page import browser, drive, engine_of, open_page, server, until  # three are fixtures
+from browser_page import (  # three are fixtures
+    browser,
+    drive,
+    engine_of,
+    keys_now,
+    open_page,
+    server,
+    until,
+)
 
 pytestmark = pytest.mark.browser
 __all__ = ["browser", "open_page", "server"]
@@ -41,3 +49,25 @@ def test_taps_are_not_lost_on_a_slow_line(open_page, server) -> None:
     page.keyboard.press("ArrowLeft", delay=20)  # over before its snapshot can leave
     until(lambda: len(engine_of(server).actions) == 2, "two chunks")
     assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
+
+
+def test_the_mouse_looks_around_while_its_button_is_down(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    box = page.locator(".qwm-lane >> nth=0").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 15, y)
+    page.keyboard.down("KeyW")
+    until(lambda: keys_now(server) == {"w"}, "a click alone looks nowhere")
+    page.mouse.move(x + 60, y)
+    until(lambda: keys_now(server) == {"w", "right"}, "right held")
+    assert page.locator('.qwm-key.qwm-lit[data-key="right"]').count() == 1
+    page.mouse.move(x - 60, y + 60)
+    until(lambda: keys_now(server) == {"w", "left", "s"}, "left instead, and back")
+    page.mouse.up()
+    until(lambda: keys_now(server) == {"w"}, "the button is up")
+    page.mouse.move(x + 90, y)
+    page.keyboard.up("KeyW")
+    until(lambda: keys_now(server) == frozenset(), "moving alone looks nowhere")

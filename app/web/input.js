@@ -1,4 +1,7 @@
-// Real keys on the stage, and on-screen keys for fingers: one set of held keys.
+// Real keys on the stage, on-screen keys for fingers, a mouse that looks around: one set of held keys.
+const ENDS = ["pointerup", "pointercancel", "lostpointercapture"];
+const DRAG = 24; // pixels from where the button went down until an arrow is held
+
 class Keys {
   constructor(stage, pad, onChange, onPress, onEscape) {
     this.stage = stage;
@@ -52,8 +55,7 @@ class Keys {
       this.stage.focus({ preventScroll: true });
       this.press("pad-" + code, this.bindings[code]);
     });
-    for (const name of ["pointerup", "pointercancel", "lostpointercapture"])
-      button.addEventListener(name, release);
+    for (const name of ENDS) button.addEventListener(name, release);
     button.addEventListener("contextmenu", (event) => event.preventDefault());
     // Enter, Space or a screen reader: one press and release.
     button.addEventListener("click", (event) => {
@@ -80,6 +82,33 @@ class Keys {
   keyup(event) {
     if (this.down.has(event.code)) event.preventDefault();
     this.release(event.code);
+  }
+
+  // The mouse, its button down on the pictures: the arrows of where it has gone are held meanwhile.
+  look(event) {
+    if (event.pointerType === "touch" || event.button !== 0) return;
+    const [x, y] = [event.clientX, event.clientY];
+    const move = (now) => {
+      if (now.pointerId !== event.pointerId) return;
+      this.lean("mouse-x", now.clientX - x, "ArrowLeft", "ArrowRight");
+      this.lean("mouse-y", now.clientY - y, "ArrowUp", "ArrowDown");
+    };
+    const end = (now) => {
+      if (now.pointerId !== event.pointerId) return;
+      this.stage.removeEventListener("pointermove", move);
+      for (const name of ENDS) this.stage.removeEventListener(name, end);
+      for (const source of ["mouse-x", "mouse-y"]) this.release(source);
+    };
+    this.stage.setPointerCapture(event.pointerId);
+    this.stage.addEventListener("pointermove", move);
+    for (const name of ENDS) this.stage.addEventListener(name, end);
+  }
+
+  lean(source, distance, less, more) {
+    const key = Math.abs(distance) < DRAG ? undefined : this.bindings[distance < 0 ? less : more];
+    if (this.down.get(source) === key) return;
+    this.release(source);
+    if (key !== undefined) this.press(source, key);
   }
 
   press(source, key, single = false) {

@@ -261,6 +261,7 @@ stage.addEventListener("pointerdown", (event) => {
   if (event.target.closest("button")) return;
   event.preventDefault();
   drive();
+  keys.look(event);
 });
 stage.addEventListener("keydown", (event) => {
   const free = event.code === "Space" && !("Space" in keys.bindings);
