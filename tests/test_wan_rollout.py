@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 from wan_helpers import CELLS, GRID, LATENT, TINY, make_cache, make_model, tiny_action
 
@@ -62,6 +64,52 @@ def test_cached_chunks_equal_the_full_mask(chunk: int, window: int | None, sink:
         for first in range(0, frames, chunk)
     ]
     torch.testing.assert_close(torch.cat(parts), whole.transpose(0, 1), **CLOSE)
+
+
+class RollingCopies:
+    """The published cache of one layer: a buffer whose tokens behind the sink move to the left
+    when new ones do not fit; the same chunk may be written again at its place."""
+
+    def __init__(self, size: int, sink: int, width: int) -> None:
+        self.held, self.sink = torch.zeros(size, width), sink
+        self.end = self.local_end = 0
+
+    def write(self, start: int, new: torch.Tensor) -> torch.Tensor:
+        """Tokens of a chunk at `start` of the rollout -> all that its queries see."""
+        stop, size = start + len(new), len(self.held)
+        if stop > self.end and len(new) + self.local_end > size:
+            out = len(new) + self.local_end - size
+            kept = self.held[self.sink + out : self.local_end].clone()
+            self.held[self.sink : self.sink + len(kept)] = kept
+            local = self.local_end + stop - self.end - out
+        else:
+            local = self.local_end + stop - self.end
+        self.held[local - len(new) : local] = new
+        self.end, self.local_end = stop, local
+        return self.held[:local]
+
+
+@given(
+    chunk=st.integers(1, 4), sink=st.integers(0, 5), more=st.integers(0, 6),
+    chunks=st.integers(1, 7), passes=st.integers(1, 3), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_windows_by_frame_are_rolling_copies(
+    chunk: int, sink: int, more: int, chunks: int, passes: int, seed: int
+) -> None:
+    """What every pass sees, and the order of it, bit for bit."""
+    window, per_frame = sink + chunk + more, 2
+    model = make_model(replace(TINY, layers=1, heads=1, head_dim=16))
+    cache = make_cache(model, chunk, window, sink, cells=per_frame)
+    copies = RollingCopies(window * per_frame, sink * per_frame, 2 * 16)
+    generator = torch.Generator().manual_seed(seed)
+    for first in range(0, chunk * chunks, chunk):
+        cache.begin_chunk(first, chunk)
+        for number in range(passes + 1):
+            k, v = torch.randn(2, 1, chunk * per_frame, 16, generator=generator)
+            seen = copies.write(first * per_frame, torch.cat([k[0], v[0]], dim=1))
+            keys, values = cache.gather(0, k, v, clean=number == passes)
+            assert torch.equal(torch.cat([keys[0], values[0]], dim=1), seen)
+        cache.finalize_chunk()
 
 
 def test_denoising_never_changes_older_frames() -> None:
