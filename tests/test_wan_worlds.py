@@ -321,7 +321,9 @@ def test_every_entry_is_listed_and_its_needs_are_known() -> None:
     assert memory_frames.WAN_5B.frames == 16
 
 
-def test_prompts_are_looked_at_before_anything_is_loaded(capsys) -> None:
+def test_prompts_are_looked_at_before_anything_is_loaded(
+    capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play = ["play", "--actions", "none-4", "--max-tokens", "90000", "--no-video"]
     for world, prompt, says in (
         ("matrix_game2_universal", "a walk", "takes no prompt"),
@@ -330,3 +332,7 @@ def test_prompts_are_looked_at_before_anything_is_loaded(capsys) -> None:
     ):
         assert main([*play, "--world", world, "--prompt", prompt]) == 2
         assert says in capsys.readouterr().err
+    monkeypatch.setattr(files, "_root", tmp_path)
+    asked = [*play, "--world", "causal_forcing", "--out", str(tmp_path / "session")]
+    assert main(asked) == 2
+    assert "the world's own is used" in capsys.readouterr().err

@@ -185,11 +185,13 @@ def _check_scene(world: str, scene: str | None) -> None:
 
 def _check_prompt(world: str, prompt: str) -> None:
     """Before a text encoder of 11 GB is asked."""
-    if not prompt:
-        return
-    if not world_prompts(world):
+    own = world_prompts(world)
+    if prompt and not own:
         raise UserError(f"{world} takes no prompt; leave --prompt out")
-    clean_prompt(prompt)
+    if prompt:
+        clean_prompt(prompt)
+    elif own:
+        say(f"no --prompt: the world's own is used, {own[0]!r}")
 
 
 def _recorder(arguments: argparse.Namespace, layers: int) -> TensorRecorder | None:
