@@ -111,16 +111,18 @@ class SessionWriter:
         *,
         video: bool = True,
         extras: bool = True,
+        dense: bool = False,
         start_picture: np.ndarray | None = None,
     ) -> None:
-        """video: of every lane, lossless. extras: the preview and the plots, for people."""
+        """video: of every lane, lossless. extras: the preview and the plots, for people. dense:
+        smaller videos, of which a cut-off end is lost."""
         if video:
             require_pyav()
         for lane in info.lanes:
             check_name(lane.name, "lane")
         self.folder, self.info, self.totals = folder, info, RunTotals()
         self.stopped: str | None = None
-        self._video, self._extras = video, extras
+        self._video, self._extras, self._dense = video, extras, dense
         self._picture = start_picture
         self._played: list[ChunkAction] = []
         self._lossless: dict[str, LosslessWriter] = {}
@@ -145,7 +147,7 @@ class SessionWriter:
         if self._video:
             for lane in self.info.lanes:
                 self._lossless[lane.name] = LosslessWriter(
-                    self.folder / f"{lane.name}.mkv", self.info.fps
+                    self.folder / f"{lane.name}.mkv", self.info.fps, self._dense
                 )
             if self._extras:
                 self._preview = PreviewWriter(self.folder / PREVIEW_FILE, self.info.fps)

@@ -118,17 +118,24 @@ class _Writer:
 class LosslessWriter(_Writer):
     """Streams frames into a Matroska file as FFV1, bit-exact RGB; holds a few packets at a time.
 
-    FFV1 codes every frame by itself, so a file that was cut off is readable up to the cut.
+    FFV1 codes every frame by itself, so a file that was cut off is readable up to the cut. With
+    `dense` the coder keeps what the frames before taught it, over the whole picture: 8% smaller on
+    the demo sessions, but what comes behind a damage is lost, and there are no checksums.
     """
 
     HELD = 8
     """Packets kept beside the file: the muxer holds one back until the next frame comes."""
+    ONE_GROUP = 100_000
+    """Frames without a new beginning: more than a dense file is for."""
 
-    def __init__(self, path: Path, fps: float) -> None:
+    def __init__(self, path: Path, fps: float, dense: bool = False) -> None:
         # Clusters of at most 0.1 s and no muxer buffer: a killed process loses a frame or two.
         options = {"flush_packets": "1", "cluster_time_limit": "100"}
-        checked = {"level": "3", "slicecrc": "1"}  # so that a damaged frame is noticed
-        super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, checked, gop=1)
+        # Level 3 has slices with checksums, so that a damaged frame is noticed.
+        coding = {"level": "1"} if dense else {"level": "3", "slicecrc": "1"}
+        gop = self.ONE_GROUP if dense else 1
+        super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, coding, gop)
+        self._dense = dense
         self._held: deque[bytes] = deque(maxlen=self.HELD)
 
     def write(self, frames: np.ndarray) -> None:
@@ -140,7 +147,10 @@ class LosslessWriter(_Writer):
 
         Raises:
             OSError: the disk is full, or the file lost more than the packets that are held.
+            UserError: the file is dense: its frames cannot be taken one by one.
         """
+        if self._dense:
+            raise UserError("a densely coded video is copied when it has ended, not before")
         import av
 
         if self._count == 0:

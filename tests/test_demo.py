@@ -26,7 +26,9 @@ def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, mo
     arguments = ["demo", "--out", str(tmp_path), "--chunks", "2", "--device", "cpu"]
     for _ in range(2):
         assert main(arguments) == 0
-    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    told = capsys.readouterr()
+    document = json.loads(told.out.splitlines()[-1])
+    assert f"{document['bytes']:,}" in told.err
     assert list(document["sessions"]) == [demo.name for demo in command.DEMOS]
     for demo in command.DEMOS:
         session = load_session(tmp_path / demo.name)
@@ -37,6 +39,12 @@ def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, mo
     monkeypatch.setattr(page, "DEMO", tmp_path)
     assert list(page.demos().values()) == [demo.title for demo in command.DEMOS]
     assert page.demo_page() == "/inspect#open=" + next(iter(page.demos()))
+
+
+def test_longer_sessions_hold_the_same_keys_longer():
+    still, turn, _ = command.DEMOS
+    assert (still.actions(None), turn.actions(None)) == ("none-8", "right-6, left-6")
+    assert (still.actions(24), turn.actions(24)) == ("none-24", "right-12, left-12")
 
 
 def test_every_demo_starts_from_a_scene_that_ships():

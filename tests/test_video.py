@@ -33,6 +33,24 @@ def test_lossless_is_bit_exact(tmp_path, frames, height, width):
     np.testing.assert_array_equal(got, want)
 
 
+def test_dense_videos_are_bit_exact_too_and_smaller(tmp_path):
+    y, x = np.mgrid[:48, :64]
+    rng = np.random.default_rng(0)
+    clip = np.stack([np.stack([x + n, y * 2, x * y // 9 + n], -1) for n in range(12)]) % 200
+    clip = (clip + rng.integers(0, 9, clip.shape)).astype(np.uint8)
+    sizes = []
+    for dense in (False, True):
+        path = tmp_path / f"{dense}.mkv"
+        with video.LosslessWriter(path, 8, dense) as writer:
+            writer.write(clip)
+            if dense:
+                with pytest.raises(UserError, match="when it has ended"):
+                    writer.copy_to(tmp_path / "copy.mkv")
+        np.testing.assert_array_equal(video.read_video(path, 99), clip)
+        sizes.append(path.stat().st_size)
+    assert sizes[1] < 0.97 * sizes[0]
+
+
 def test_every_grey_level_and_extreme_colour_survives(tmp_path):
     levels = np.arange(256, dtype=np.uint8)
     picture = np.stack(np.broadcast_arrays(levels[:, None], levels[None], levels[::-1, None]), -1)
