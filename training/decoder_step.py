@@ -106,7 +106,7 @@ def known_error(
     means of 4 x 4 pixels to 1/20: the pose knows no walls, so a column said to be known may show
     another place. out, shown [N, 3, H, W]; squares [N, 3, H/4, W/4]; known [N, w]."""
     agreed = (F.avg_pool2d(shown, 4) - squares).abs().amax(dim=1, keepdim=True) < 0.1
-    columns = known.repeat_interleave(squares.shape[-1] // known.shape[-1], dim=1)
+    columns = known[:, :, None].expand(-1, -1, squares.shape[-1] // known.shape[-1]).flatten(1)
     trusted = F.interpolate((agreed & columns[:, None, None]).float(), scale_factor=4.0)
     return ((out - shown).abs() * trusted).mean()
 
