@@ -26,6 +26,8 @@ from quantwm.video_reader import (
 if TYPE_CHECKING:
     from PIL import Image
 
+DENSE = {"level": "1", "coder": "1"}
+"""FFV1 without slices and with its range coder, which gains more from frames before."""
 MAX_PICTURE_BYTES = 32 * 2**20
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
@@ -132,7 +134,7 @@ class LosslessWriter(_Writer):
         # Clusters of at most 0.1 s and no muxer buffer: a killed process loses a frame or two.
         options = {"flush_packets": "1", "cluster_time_limit": "100"}
         # Level 3 has slices with checksums, so that a damaged frame is noticed.
-        coding = {"level": "1"} if dense else {"level": "3", "slicecrc": "1"}
+        coding = DENSE if dense else {"level": "3", "slicecrc": "1"}
         gop = self.ONE_GROUP if dense else 1
         super().__init__(path, fps, "matroska", "ffv1", "bgr0", options, coding, gop)
         self._dense = dense
