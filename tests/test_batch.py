@@ -238,6 +238,27 @@ def test_nothing_is_read_back(streams: Streams) -> None:
     assert not seen.names and sorted(chunk.writes) == [0, 1, 2]
 
 
+def test_the_last_batch_is_small(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
+    """30 slots in sixes: 6, 6, 6, 6, 4 and 2; where all fit one room they are one batch."""
+    for layers, most, expected in ((30, 6, [6, 6, 6, 6, 4, 2]), (10, 10, [10]), (13, 6, [6, 5, 2])):
+        monkeypatch.setattr(batch, "BATCH_BYTES", most * SLOT_BYTES)
+        cache = make_cache("qvg", CachePolicy(span_tokens=6), replace(SPEC, layers=layers))
+        sizes: list[int] = []
+        encode = kv_cache.encode_slots
+
+        def counted(*given, sizes=sizes, encode=encode):
+            sizes.append(len(given[2]))
+            return encode(*given)
+
+        with monkeypatch.context() as counting:
+            counting.setattr(kv_cache, "encode_slots", counted)
+            for _ in range(2):
+                cache.begin_chunk(cache.next_frame or 0, SPEC.frames_per_chunk)
+                _attend(cache, range(layers))
+                cache.finalize_chunk()
+        assert sizes == expected
+
+
 def test_small_layers_are_encoded_together_and_large_ones_alone() -> None:
     qvg, quantwm = make_format("qvg"), make_format("quantwm")
     assert slots_together(quantwm, 30, 12, 2640, 128) == 6  # Matrix-Game-2

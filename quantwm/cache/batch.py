@@ -29,6 +29,9 @@ BATCH_BYTES = 96 << 20
 FEWEST = 4
 """Slots that are worth waiting for. Causal-Forcing's (12 heads of 4,680 tokens, 29 MB) would be 3:
 those keep a GPU busy one by one, and hide beside the model."""
+LAST = 2
+"""Slots of the last batch where there are several: it ends after the model's last attention, and so
+few are hidden by what the model still computes."""
 ROOMS = 2
 """One is filled while the other is encoded from."""
 
@@ -89,6 +92,11 @@ class Batch:
     waiting: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
     _rooms: list[_Room] = field(default_factory=list)
     _turn: int = 0
+
+    def full(self, left: int, slots: int) -> bool:
+        """Whether those that wait are encoded now. left: slots that are still to come, of all."""
+        last = LAST if slots > self.most else 0
+        return left in (0, last) or len(self.waiting) >= self.most
 
     def put(self, slot: int, k: Tensor, v: Tensor, queries: tuple[Tensor | None, int]) -> None:
         """Copy a slot's keys and values [H, N, D] behind the others, in BF16."""

@@ -301,8 +301,8 @@ class KVCache(Held, Savable):
         q = write.q if self.fmt.uses_queries else None
         checks.check_finite(chunk, write, queries=q is not None, batched=True)
         batch.put(slot, write.k, write.v, (None, 0) if q is None else (moment(q), q.shape[1]))
-        left = self.spec.layers * len(self.spec.streams) - len(chunk.writes) - len(batch.waiting)
-        if left and len(batch.waiting) < batch.most:
+        slots = self.spec.layers * len(self.spec.streams)
+        if not batch.full(slots - len(chunk.writes) - len(batch.waiting), slots):
             return
         try:
             self._encode_batch(chunk, batch)
