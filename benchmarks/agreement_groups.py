@@ -80,17 +80,13 @@ def agree_decoders(
     label: str, ops: Ops, prepare: str, packed: tuple[Tensor, ...], given: tuple[Any, ...],
     truncates: bool,
 ) -> None:  # fmt: skip
-    """Ranges of all heads and of the last one into a longer buffer, in both types.
-
-    In the interpreter, which is slow, all heads in one type and the last one in the other.
-    """
+    """Ranges of all heads and of the last one into a longer buffer, in both types."""
     heads, tokens = packed[0].shape[:2]
     # What a byte of codes holds is told by the other tensors, so the reference says the head dim.
     dim = _head_dim(packed, given, prepare)
     start, stop, offset = tokens // 5, tokens - tokens // 7, 3
-    dtypes, first_heads = (torch.float32, torch.bfloat16), (0, heads - 1)
-    cases = zip(dtypes, first_heads, strict=True) if truncates else product(dtypes, first_heads)
-    for dtype, first_head in cases:
+    dtypes, first_heads = (torch.float32, torch.bfloat16), sorted({0, heads - 1})
+    for dtype, first_head in product(dtypes, first_heads):
         outs = []
         for target, device in ((ops, packed[0].device), (reference, CPU)):
             shape = (heads - first_head, tokens + 5, dim)
