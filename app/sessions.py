@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -13,6 +14,8 @@ from app import limits
 from app.controls import Board, ControlDesk
 from app.files import SessionFiles, SessionFolder
 from quantwm.errors import UserError
+
+log = logging.getLogger("quantwm.app")
 
 
 @dataclass
@@ -165,7 +168,7 @@ class SessionManager:
         return bool(self.status.read(self._house).get("waiting"))
 
     def census(self) -> dict[str, int]:
-        """Counts for tests of growth."""
+        """How many pages are open, stand in line and drive, and how many slots are taken."""
         with self._lock:
             return {
                 "sessions": len(self._sessions),
@@ -188,5 +191,6 @@ class SessionManager:
         oldest = min(idle, key=lambda t: self._sessions[t].last_seen, default=None)
         silent = oldest and time.monotonic() - self._sessions[oldest].last_seen
         if oldest is None or silent < limits.VANISHED_SECONDS:
+            log.warning("a page was refused: %s", self.census())
             raise UserError("too many pages are open on this server; try again in a while")
         self.close(oldest)

@@ -85,10 +85,11 @@ def test_many_pages_leave_nothing_behind(manager: SessionManager) -> None:
     assert list(manager.files.root.iterdir()) == []
 
 
-def test_silent_pages_make_room_and_busy_ones_do_not(manager: SessionManager) -> None:
+def test_silent_pages_make_room_and_busy_ones_do_not(manager: SessionManager, caplog) -> None:
     pages = [manager.open(str(number)) for number in range(20)]
     with pytest.raises(UserError, match="too many pages"):
         manager.open("one more")
+    assert "'sessions': 20" in caplog.text, "the log says what the server held"
     pages[3].last_seen -= limits.VANISHED_SECONDS + 1
     manager.open("one more")
     assert not manager.alive(pages[3].token)
