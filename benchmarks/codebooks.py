@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ from quantwm.worlds.base import World
 from quantwm.worlds.registry import load_world
 
 NATIVE = ("quantwm:published", "quantwm:compact")
+NATIVE_HEADS = 2
 METHODS = "quantwm:embedded,quantwm:balanced-embedded,quantwm:centroids=8,quantwm:compact-embedded"
 """Twice the published format and the one that takes no more bytes than it: at 64 centroids, and
 with so few that it reaches the compact one's ratio."""
@@ -53,6 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--scenes", type=int, help="start scenes of the early windows; all without")
     parser.add_argument("--steps", type=int, help="denoising steps; the world's default without")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder for codebooks.json and codebooks.txt")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -68,6 +71,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.world != "none":
         world = load_world(options.world, device)
         result["world"] = _world(world, methods, options)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "codebooks.json").write_text(json.dumps(result, indent=1))
+        (options.out / "codebooks.txt").write_text(table(result) + "\n")
     return result
 
 
@@ -103,14 +110,14 @@ def _bases(heads: int, device: torch.device) -> dict[str, Any]:
 def _native(method: str, device: torch.device) -> dict[str, Any]:
     """Ratios after each of six chunks of 4,680 tokens x 128 whose scene changes all the time."""
     name, settings = split_method(method)
-    spec = CacheSpec(layers=1, heads=2, head_dim=128, tokens_per_frame=1560, frames_per_chunk=3)
+    spec = CacheSpec(1, NATIVE_HEADS, 128, tokens_per_frame=1560, frames_per_chunk=3)
     cache = KVCache(spec, make_format(name, **settings), CachePolicy(), device=device)
     rows = []
     for number in range(6):
         generator = torch.Generator().manual_seed(number)
-        points = torch.randn(2, 300, 128, generator=generator)
+        points = torch.randn(NATIVE_HEADS, 300, 128, generator=generator)
         places = torch.randint(0, 300, (4680,), generator=generator)
-        noise = 0.5 * torch.randn(2, 4680, 128, generator=generator)
+        noise = 0.5 * torch.randn(NATIVE_HEADS, 4680, 128, generator=generator)
         x = (points.index_select(1, places) + noise).to(device)
         cache.begin_chunk(3 * number, 3)
         cache.gather(0, x, x, q=noise[:, :256].to(device), clean=True)
