@@ -6,13 +6,17 @@ a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import histories, low_memory
 from benchmarks.agreement import (
     Disagreement,
     agree,
@@ -24,6 +28,7 @@ from benchmarks.agreement import (
 )
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
+from benchmarks.timing import Timing
 from kernels import decode, decode_spans, encode, fused, groups, kmeans, stages, tuning
 from kernels.launch import launch
 from quantwm.cache import (
@@ -277,3 +282,32 @@ def test_what_is_not_covered_runs_on_the_reference_and_is_named() -> None:
         "keys and values are torch.float32, the kernels take bfloat16",
         "9 QSAC candidates, the kernel takes 4",
     ]
+
+
+def test_the_low_memory_benchmark_compares_what_it_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every slab the same bits, every launch row near staged attention; a row that is refused is
+    named and the others still run."""
+    monkeypatch.setattr(attention_modes, "fused_kernel", lambda device: fused)
+    monkeypatch.setattr(histories, "CLUSTERS", 4)
+    monkeypatch.setattr(low_memory, "SLABS", ((1 << 20, 0), (1 << 15, 1)))
+    monkeypatch.setattr(low_memory, "ROWS", ((32, 64, 4, 1, 0), (48, 64, 4, 1, 0)))
+
+    def once(run: Callable[[], object], *_: object) -> Timing:
+        run()
+        return Timing(1.0, 1.0, 1.0, 1.0, 1, None)
+
+    monkeypatch.setattr(low_memory, "measure", once)
+    parser = argparse.ArgumentParser()
+    low_memory.arguments(parser)
+    words = f"--heads 2 --queries 20 --cached 60 --head-dim 64 --device cpu --out {tmp_path}"
+    result = low_memory.run(parser.parse_args(words.split()))
+    rows = result["rows"]
+    assert result["ok"] and all(row["same_bits"] for row in rows if "refused" not in row)
+    assert [row["how"] for row in rows if row["method"] == "qvg"] == [
+        "slabs, 2 heads", "slabs, 1 heads", "fused [32, 64, 4, 1, 0]", "fused [48, 64, 4, 1, 0]",
+    ]  # fmt: skip
+    assert [row["scratch_bytes"] for row in rows[:3]] == [2 * 2 * 128 * 64 * 2, 2 * 128 * 64 * 2, 0]
+    assert "refused" in rows[3] and rows[3]["refused"] in (tmp_path / "low_memory.txt").read_text()
+    assert [row["how"] for row in rows[4:]][-1] == "fused [32, 64, 4, 1, 0]"  # PSAC: the fastest
