@@ -220,7 +220,8 @@ def test_memory_prefill_equals_joint_attention() -> None:
 
 
 def test_a_memory_that_grows_equals_joint_attention_over_its_window() -> None:
-    """The first chunk alone, the second after it; the window cuts what the third sees."""
+    """The first chunk alone, the second after it; the third after the second alone, because the
+    window has cut the first."""
     model = make_model(replace(TINY, prope=True, precision="fp32_modulation"))
     context = model.context_kv(torch.randn(5, 32))
     c2w, labels = hy_actions.trajectory(hy_actions.parse_pose("w-5, right-4, up-2"))
@@ -244,6 +245,19 @@ def test_a_memory_that_grows_equals_joint_attention_over_its_window() -> None:
     for layer in range(2):
         assert torch.equal(cache.history(layer)[0], before[layer]), "denoising writes nothing"
     driver.append(4, frames[4:8], lenses.select(torch.arange(8)), labels[4:8])
+    _, trace = driver.denoise(
+        frames[8:], lenses.select(torch.arange(4, 8)), lenses.select(torch.arange(8, 12)),
+        labels[8:12], appended=8,
+    )  # fmt: skip
+    # The second chunk's keys keep the context that they were computed in, the first is gone.
+    joint = JointMemory(lenses.select(torch.arange(12)), 0, 12)
+    chunk = torch.arange(12) // 4
+    behind = chunk[:, None] - chunk[None]
+    seen = (behind == 0) | (behind == 1)
+    joint.mask = seen.repeat_interleave(CELLS, 0).repeat_interleave(CELLS, 1)
+    times = torch.cat([torch.full((8,), 14.0), torch.full((4,), 1000.0)])
+    flow = model(frames.transpose(0, 1), Pass(times, joint, context, labels=labels[:12]))
+    torch.testing.assert_close(trace[0].flow, flow.transpose(0, 1)[8:], **CLOSE)
     driver.append(8, frames[8:], lenses.select(torch.arange(4, 12)), labels[8:12])
     assert cache.frames == 4, "a window counts the chunk that comes"
     assert torch.isfinite(cache.history(1)[0]).all()
