@@ -3,7 +3,8 @@
 A launch of 40 heads x 4,680 tokens x 128 writes 48 MB, 14 us at what a fill reaches, and loses 3 to
 4 us while its first programs begin and its last ones end: 12 launches for 28,080 tokens, and 256
 for 150,000 in four groups of heads. What a span's decoder is launched with goes into a table here,
-a row of 64-bit numbers for each span, addresses among them.
+a row of 64-bit numbers for each span, addresses among them. Floor and fraction are decode.py's:
+18,720 tokens there are what one launch of four spans writes.
 """
 
 from __future__ import annotations

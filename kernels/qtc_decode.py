@@ -1,4 +1,10 @@
-"""Decode a range of a qtc span into the attention's buffer: one kernel from code words to RoPE."""
+"""Decode a range of a qtc span into the attention's buffer: one kernel from code words to RoPE.
+
+Floor, keys or values of 40 heads x 18,720 x 128 on an H200 that fills 3,357 GB/s and copies 4,219:
+192 MB written and 26 read, 63 us; the product with the basis, 25 GFLOP, is less. Reached (H200,
+2026-11-29, the build before): keys 0.223 ms, 28%; values 0.197 ms, 32%. Instructions bound it, 28
+an element: looking levels up and turning keys.
+"""
 
 from __future__ import annotations
 

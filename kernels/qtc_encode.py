@@ -1,4 +1,10 @@
-"""Encode a chunk in a qtc basis: un-rotate, project, choose gain and codes, pack; one kernel."""
+"""Encode a chunk in a qtc basis: un-rotate, project, choose gain and codes, pack; one kernel.
+
+Floor, keys or values of 40 heads x 4,680 x 128 on an H200 that copies 4,219 GB/s: 48 MB read and 6
+written, 13 us; 12 GFLOP of projections are as much. Reached (H200, 2026-11-29, the build before):
+codes of keys 0.481 ms, 3%: several gains are tried for every token, each with a code of every
+channel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Sums over a chunk without its rotation: its centre, weights of tokens, second moments."""
+"""Sums over a chunk without its rotation: its centre, weights of tokens, second moments.
+
+Floor of a mean, 40 heads x 4,680 x 128 on an H200 that copies 4,219 GB/s: 48 MB read by each of two
+passes, 23 us; of a second moment 48 MB read by each of three parts, 34 us, 6 GFLOP being less.
+Reached (H200, 2026-11-29): mean of keys, four launches, 0.137 ms, 17%. The second moment is timed
+only with what observing a chunk takes beside it, 0.631 ms.
+"""
 
 from __future__ import annotations
 

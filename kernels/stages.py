@@ -2,7 +2,10 @@
 
 Assignment, means and the ternary residual of the last stage are qvg's kernels. Floors, keys or
 values of 40 x 4,680 x 128 on an H200 that copies 4,263 GB/s: a residual reads and writes 48 MB,
-22 us; a decode writes 48 MB and reads 9, with four stages 192 MB more from the L2 cache.
+22 us; a decode writes 48 MB and reads 9, 16 us, with four stages 192 MB more from the L2 cache.
+Reached for keys and values together (H200, 2026-11-29): decode 0.081 ms, 40%. A residual has been
+timed only inside an encode of 0.752 ms with codebooks given; the floor of its six residuals is
+0.134 ms.
 """
 
 from __future__ import annotations
