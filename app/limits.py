@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quantwm import video
+
 PROTOCOL_VERSION = 1
 """Version of the messages between the page and the server; a page of another version is told
 to reload."""
@@ -80,14 +82,11 @@ MAX_KEYS_HELD = 6
 MAX_UPLOAD_BYTES = 16 * 2**20
 """A start picture; also handed to Gradio as max_file_size."""
 
-MAX_PICTURE_PIXELS = 24_000_000
-"""Checked from the header before decoding: a 24-megapixel photo is 72 MB as RGB."""
+MAX_PICTURE_PIXELS = video.MAX_PICTURE_PIXELS
+"""Checked from the header before decoding."""
 
-MIN_PICTURE_SIDE = 8
-"""Below, there is nothing to see."""
-
-MAX_PICTURE_ASPECT = 8
-"""A longer strip would be cut to a small part of itself: worlds are about twice as wide as high."""
+MIN_PICTURE_SIDE, MAX_PICTURE_ASPECT = video.MIN_PICTURE_SIDE, video.MAX_PICTURE_ASPECT
+"""Of a start picture, as on the command line."""
 
 MAX_PICTURE_SIDE = 1024
 """Pictures are reduced to this before a world sees them; every world works below it."""

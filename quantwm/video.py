@@ -30,6 +30,13 @@ DENSE = {"level": "1", "coder": "1"}
 """FFV1 without slices and with its range coder, which gains more from frames before."""
 MAX_PICTURE_BYTES = 32 * 2**20
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+MAX_PICTURE_PIXELS = 24_000_000
+"""Checked from the header before decoding: a 24-megapixel photo is 72 MB as RGB."""
+MIN_PICTURE_SIDE = 8
+"""Of a start. Below, there is nothing to see."""
+MAX_PICTURE_ASPECT = 8
+"""Of a start. A longer strip would be cut to a small part of itself: worlds are about twice as wide
+as high."""
 
 __all__ = [
     "LosslessWriter",
@@ -228,12 +235,13 @@ def read_picture(path: Path) -> np.ndarray:
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as header:
             width, height = header.size
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
+    except (UnidentifiedImageError, OSError) as error:
         raise UserError(f"{path.name} cannot be read as a picture; use one of {known}") from error
-    if width * height > video_reader.MAX_PIXELS:
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{path.name} has far too many pixels; choose a smaller one") from error
+    if width * height > MAX_PICTURE_PIXELS:
         raise UserError(
-            f"{path.name} is {width} x {height}, "
-            f"at most {video_reader.MAX_PIXELS:,} pixels are read"
+            f"{path.name} is {width} x {height}, at most {MAX_PICTURE_PIXELS:,} pixels are read"
         )
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:
@@ -267,6 +275,13 @@ def read_start(path: Path, size: tuple[int, int], frames: int) -> np.ndarray:
     """
     check_file(path, video_reader.MAX_VIDEO_BYTES)
     pictures = read_video(path, max(frames, 1)) if is_video(path) else read_picture(path)[None]
+    short, long = sorted(pictures.shape[1:3])
+    if short < MIN_PICTURE_SIDE or long > MAX_PICTURE_ASPECT * short:
+        height, width = pictures.shape[1:3]
+        raise UserError(
+            f"{path.name} is {width} x {height}; a start needs at least {MIN_PICTURE_SIDE} pixels "
+            f"a side and a long side of at most {MAX_PICTURE_ASPECT} times the short one"
+        )
     return np.stack([fit(picture, size) for picture in pictures])
 
 

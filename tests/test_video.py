@@ -169,6 +169,29 @@ def test_start_picture_and_video(tmp_path):
     assert len(video.read_start(tmp_path / "a.mkv", (16, 8), 0)) == 1, "a world without context"
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (8, 2000), (3000, 9), (1, 1)])
+def test_a_start_of_an_absurd_shape_gets_a_line(tmp_path, shape):
+    from PIL import Image
+
+    Image.fromarray(np.zeros((*shape, 3), np.uint8)).save(tmp_path / "a.png")
+    words = f"a.png is {shape[1]} x {shape[0]}; a start needs at least 8 pixels a side"
+    with pytest.raises(UserError, match=words) as caught:
+        video.read_start(tmp_path / "a.png", (16, 16), 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_picture_that_would_fill_the_memory_gets_a_line(tmp_path, monkeypatch):
+    from PIL import Image
+
+    Image.fromarray(np.zeros((40, 40, 3), np.uint8)).save(tmp_path / "a.png")
+    monkeypatch.setattr(video, "MAX_PICTURE_PIXELS", 1599)
+    with pytest.raises(UserError, match="at most 1,599 pixels"):
+        video.read_picture(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match="far too many pixels"):
+        video.read_picture(tmp_path / "a.png")
+
+
 def test_a_start_picture_is_upright_and_on_white(tmp_path):
     from PIL import Image
 
@@ -192,6 +215,6 @@ def test_broken_pictures(tmp_path, monkeypatch):
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="damaged"):
         video.read_start(tmp_path / "cut.png", (8, 8), 1)
-    monkeypatch.setattr(video_reader, "MAX_PIXELS", 100)
+    monkeypatch.setattr(video, "MAX_PICTURE_PIXELS", 100)
     with pytest.raises(UserError, match="at most 100 pixels"):
         video.read_start(tmp_path / "b.png", (8, 8), 1)
