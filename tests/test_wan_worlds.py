@@ -250,6 +250,26 @@ def test_memory_that_ends_while_loading_is_one_line(tiny: str, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
+def test_main_memory_that_is_short_is_one_line(tiny: str, monkeypatch) -> None:
+    """Before anything is read: else the system ends the program."""
+    needed = needs.weights_by_part(catalog.ENTRIES["tiny"], 4)
+    both = needed["transformer"] + needed["autoencoder"]
+    with monkeypatch.context() as small:
+        small.setattr("quantwm.worlds.wan.entry.free_bytes", lambda device: both - 1)
+        with pytest.raises(UserError, match=r"of weights in main memory here .* smaller world"):
+            load_world("tiny", "cpu")
+        small.setattr("quantwm.worlds.wan.entry.free_bytes", lambda device: both)
+        world = load_world("tiny", "cpu")
+    with Engine(world, lanes_for(world.spec, ("bf16",)), seed=0, prompt="a walk",
+                max_tokens=10_000) as engine:  # fmt: skip
+        with monkeypatch.context() as small:
+            small.setattr("quantwm.worlds.wan.prompts.free_bytes", lambda device: 1000)
+            with pytest.raises(UserError, match=r"text encoder needs .* for a moment"):
+                engine.start()
+        engine.start()
+
+
+@pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_parts_of_another_world_are_one_line(tiny: str) -> None:
     """Each is a whole and honest file by itself."""
     entry = catalog.ENTRIES["tiny"]

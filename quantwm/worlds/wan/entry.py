@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from quantwm.cache.remedy import is_out_of_memory
+from quantwm.cache.remedy import gib, is_out_of_memory
 from quantwm.errors import UserError
+from quantwm.memory import free_bytes
 from quantwm.worlds.base import Scene, Script, World, WorldSpec
 from quantwm.worlds.registry import Placement, Presence, Progress
 from quantwm.worlds.room import Room, capacity_of, require_room
@@ -98,6 +99,28 @@ class WanModule:
             ) from None
 
 
+PINNED = 1.2
+"""Bytes of pinned memory for a byte of a block's weights, given out in powers of two: a block of
+LingBot 14B has 0.85 GiB and takes 1."""
+
+
+def _require_host(entry: Entry, device: torch.device, blocks_wait: bool) -> None:
+    """UserError where main memory is short of the weights that are to lie there; a system would end
+    the program instead."""
+    if device.type != "cpu" and not blocks_wait:
+        return
+    weights = weights_by_part(entry, 4 if device.type == "cpu" else 2)
+    needed = weights["transformer"]
+    needed = int(needed * PINNED) if blocks_wait else needed + weights["autoencoder"]
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and needed > free:
+        title = entry.title.partition(":")[0]
+        raise UserError(
+            f"{title} keeps {gib(needed)} of weights in main memory here and {gib(free)} is free: "
+            "end what else runs, or take a smaller world"
+        )
+
+
 def load(
     entry: Entry,
     device: torch.device,
@@ -116,6 +139,7 @@ def load(
     def shares(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: report(stage, done / max(total, 1))
 
+    _require_host(entry, device, waits)
     part = entry.parts["transformer"]
     report("Opening the transformer", 0.0)
     model = load_transformer(

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
+from quantwm.cache.remedy import gib
 from quantwm.errors import UserError
+from quantwm.memory import free_bytes
+from quantwm.worlds.wan.checkpoint import weight_files
 from quantwm.worlds.wan.umt5 import clean_prompt, load_umt5, tokenize
 
 Report = Callable[[str, float], None]
@@ -53,9 +56,18 @@ class PromptEncoder:
         return self._newest[1]
 
     def _roomy_device(self) -> torch.device:
-        """The world's device if the encoder fits beside what is there, else the CPU."""
+        """The world's device if the encoder fits beside what is there, else the CPU; UserError
+        where that has no room either."""
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             if free > ROOM * self.weight_bytes:
                 return self.device
-        return torch.device("cpu")
+        cpu = torch.device("cpu")
+        files = sum(file.stat().st_size for file in weight_files(self.weights))
+        needed, room = min(files, self.weight_bytes), free_bytes(cpu)  # a file may be in FP32
+        if room is not None and needed > room:
+            raise UserError(
+                f"the text encoder needs {gib(needed)} of main memory for a moment and {gib(room)} "
+                "is free: end what else runs"
+            )
+        return cpu
