@@ -26,7 +26,7 @@ from quantwm.metrics.fidelity import PEAK
 from quantwm.metrics.flicker import STILL_LEVELS
 from quantwm.metrics.flow import NO_OPENCV, SMALLEST
 from quantwm.metrics.ssim import WINDOW
-from quantwm.video_reader import VideoFacts, iter_video, probe_video
+from quantwm.video_reader import VideoFacts, iter_video, probe_video, short_of
 
 MAX_PIXELS_COMPARED = 24_000_000_000
 """Of both videos' common frames: an hour of 832 x 480 at 16 frames/s is 23 billion, and SSIM takes
@@ -204,9 +204,10 @@ def _notes(a: VideoFacts, b: VideoFacts, options: Options) -> list[str]:
     if a.pixel_format != b.pixel_format:
         notes.append(f"pixel formats differ ({a.pixel_format}, {b.pixel_format}): both become RGB")
     if a.frames != b.frames and options.frames is None:
-        notes.append(
-            f"{a.name} has {a.frames} frames and {b.name} {b.frames}: the common ones are compared"
-        )
+        have = "1 frame" if a.frames == 1 else f"{a.frames} frames"
+        notes.append(f"{a.name} has {have} and {b.name} {b.frames}: the common ones are compared")
+    if options.frames is None:
+        notes += [note for note in map(short_of, (a, b)) if note]
     if min(a.size) < WINDOW:
         notes.append(f"no SSIM: it needs frames of at least {WINDOW} x {WINDOW} pixels")
     if options.flow is None and not has_flow():

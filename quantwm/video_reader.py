@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ MAX_VIDEO_FRAMES = 200_000
 # Container by its first bytes. The demuxer is forced to what was recognised: left to guess, FFmpeg
 # takes a text file for a playlist and opens the addresses in it.
 _EBML = b"\x1a\x45\xdf\xa3"
+_DURATION = re.compile(r"(\d{1,4}):(\d{2}):(\d{2}(?:\.\d*)?)")
+"""Of a Matroska track, "00:00:02.000000000"; written when a recording ends well."""
 _NO_PYAV = "reading and writing video needs PyAV; install it with: pip install av"
 
 UNEVEN = 0.25
@@ -40,6 +43,8 @@ class VideoFacts:
             a single frame.
         frames: packets of the video stream. variable_rate: steps between frames differ.
         pixel_format, codec: FFmpeg's names. rotation: degrees counter-clockwise, 0, 90, 180, 270.
+        short: (seconds of pictures, seconds announced) where pictures end well before what the
+        file announces; None where they do not, or nothing is announced.
     """
 
     name: str
@@ -50,6 +55,7 @@ class VideoFacts:
     pixel_format: str
     codec: str
     rotation: int
+    short: tuple[float, float] | None = None
 
     @property
     def pixels(self) -> int:
@@ -77,6 +83,7 @@ def probe_video(path: Path) -> VideoFacts:
     with _opened(path) as (container, stream):
         times = [p.pts for p in container.demux(stream) if p.size and p.pts is not None]
         base = float(stream.time_base or 1)
+        announced = _announced(stream)
     steps = np.diff(np.sort(np.asarray(times, dtype=np.float64))) * base
     step = float(np.median(steps)) if len(steps) else 0.0
     uneven = step > 0 and bool((np.abs(steps - step) > UNEVEN * step).any())
@@ -97,7 +104,40 @@ def probe_video(path: Path) -> VideoFacts:
             pixel_format=str(stream.codec_context.pix_fmt),
             codec=str(stream.codec_context.name),
             rotation=turned * 90,
+            short=_short(times, base, step, announced),
         )
+
+
+def short_of(facts: VideoFacts) -> str | None:
+    """What is to be said where pictures end early, a sentence without its full stop."""
+    if facts.short is None:
+        return None
+    seconds, announced = facts.short
+    return (
+        f"{facts.name} has pictures of {seconds:.3g} of the {announced:.3g} seconds that it "
+        "announces: it may be cut off or damaged there"
+    )
+
+
+def _announced(stream: Any) -> float | None:
+    """Seconds that the container says its pictures last; None where it does not."""
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    found = _DURATION.fullmatch(stream.metadata.get("DURATION", ""))
+    if found is None:
+        return None
+    hours, minutes, seconds = map(float, found.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def _short(
+    times: Sequence[int], base: float, step: float, announced: float | None
+) -> tuple[float, float] | None:
+    """`VideoFacts.short`. A last picture may be announced to stay for two steps more."""
+    if announced is None or not times or step <= 0:
+        return None
+    seconds = (max(times) - min(times)) * base + step
+    return (seconds, announced) if announced - seconds > 2.5 * step else None
 
 
 def iter_video(path: Path, max_frames: int = MAX_VIDEO_FRAMES) -> Iterator[np.ndarray]:
@@ -147,8 +187,9 @@ def check_file(path: Path, limit: int) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text as one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """An error's text as one line of at most 200 characters; of errors with a number, the words."""
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(str(text).split())[:200] or type(error).__name__
 
 
 @contextmanager

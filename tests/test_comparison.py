@@ -93,6 +93,19 @@ def test_late_psnr_is_marked_as_divergence(tmp_path, clip):
     assert [w["diverged"] for w in found["windows"]] == [False, True, True]
 
 
+def test_pictures_that_end_before_the_announced_end_are_said(tmp_path, clip):
+    whole, cut = (write(tmp_path / name, clip) for name in ("whole.mkv", "cut.mkv"))
+    data = cut.read_bytes()
+    cut.write_bytes(data[: len(data) * 2 // 3])
+    assert probe_video(whole).short is None
+    seconds, announced = probe_video(cut).short
+    assert announced == pytest.approx(1.2) and 0.2 < seconds < 0.9
+    notes = compare(tmp_path, cut, whole)["notes"]
+    assert any("of the 1.2 seconds that it announces: it may be cut off" in n for n in notes)
+    turned_off = compare(tmp_path, cut, whole, frames=2)["notes"]
+    assert not any("announces" in note for note in turned_off)
+
+
 @pytest.mark.parametrize(("first", "shown"), [(0, "0"), (5, "5"), (None, "-")])
 def test_the_table_names_the_frame_at_which_lanes_part_even_the_first(
     tmp_path, clip, capsys, first, shown

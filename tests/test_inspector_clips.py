@@ -231,6 +231,16 @@ def test_a_video_cut_in_the_middle_shows_what_could_be_read(tmp_path: Path) -> N
     assert 1 <= clip.info.frames < 20 and clip.info.notes
 
 
+def test_the_same_file_twice_keeps_its_two_names(tmp_path: Path) -> None:
+    path = write_video(tmp_path / "a.mkv", random_frames(9))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    clip = sources.from_uploads([(path, "a.mkv"), (path, "a.mkv")], tmp_path / "clips")
+    assert clip.info.lanes == ("a.mkv", "a.mkv (2)")
+    first, second = clip.info.notes
+    assert first.startswith("a.mkv has pictures of") and "announces" in first
+    assert second.startswith("a.mkv (2) has pictures of")
+
+
 def test_a_clip_that_would_not_fit_is_cut_and_says_so(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(clips, "MAX_CLIP_BYTES", 5 * 2 * 12 * 16 * 3)
     path = write_video(tmp_path / "a.mkv", random_frames(9))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 import zipfile
@@ -18,7 +19,7 @@ from app.inspector.clips import Clip, ClipInfo, fitting_frames, write_clip
 from quantwm.comparison import RATE_TOLERANCE
 from quantwm.errors import UserError
 from quantwm.session_reader import Session, load_session
-from quantwm.video_reader import VideoFacts, is_video, iter_video, probe_video
+from quantwm.video_reader import VideoFacts, is_video, iter_video, probe_video, short_of
 from quantwm.worlds.embedded.adapter import ASSETS
 from quantwm.worlds.embedded.adapter import SPEC as EMBEDDED
 from quantwm.worlds.embedded.weights import read_manifest
@@ -200,6 +201,7 @@ def _video_notes(facts: Sequence[VideoFacts]) -> tuple[str, ...]:
         for one in facts
         if one.rotation
     ]
+    notes += [f"{note}." for note in map(short_of, facts) if note]
     if len({one.pixel_format for one in facts}) > 1:
         formats = ", ".join(one.pixel_format for one in facts)
         notes.append(f"Pixel formats differ ({formats}): all are shown as RGB.")
@@ -211,10 +213,15 @@ def _named(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Callable[[st
     """Mistakes name files as the person named them, not as they lie on the server; gives what
     does the same to any text."""
 
+    known: dict[str, str] = {}
+    for path, name in zip(paths, names, strict=True):
+        known.setdefault(str(path), name)
+        known.setdefault(path.name, name)
+    longest = sorted(known, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, longest)))
+
     def renamed(text: str) -> str:
-        for path, name in zip(paths, names, strict=True):
-            text = text.replace(str(path), name).replace(path.name, name)
-        return text
+        return pattern.sub(lambda found: known[found.group()], text)
 
     try:
         yield renamed
