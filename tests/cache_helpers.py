@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
 from quantwm.cache.spec import RopeLayout
@@ -137,3 +139,17 @@ def live_bytes(cache: KVCache) -> int:
         elif hasattr(found, "__dict__") and not isinstance(found, type):
             pending.extend(vars(found).values())
     return sum(storages.values())
+
+
+class MadeBytes(TorchDispatchMode):
+    """Bytes of the tensors that PyTorch makes inside: tracing Python's memory does not see them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(out, Tensor) and out.device.type != "meta":
+            self.total += out.nbytes
+        return out
