@@ -84,7 +84,7 @@ def scripts(keys: Mapping[str, str]) -> list[Script]:
 def scenes() -> list[Scene]:
     """The start pictures, with the thumbnails in assets/pictures."""
     return [
-        Scene(name, place.title, str(THUMBNAILS / f"{name}.png")) for name, place in PLACES.items()
+        Scene(name, place.title, str(THUMBNAILS / f"{name}.webp")) for name, place in PLACES.items()
     ]
 
 
