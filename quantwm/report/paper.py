@@ -11,6 +11,9 @@ from statistics import fmean
 MODELS = ("Matrix-Game-2", "LingBot-v2", "HY-World 1.5", "LongCat-Video", "Causal-Forcing")
 
 TABLE_1 = {
+    "Matrix-Game-2, middle layer": (0.1460, 0.2335, 0.0853, 0.0560),
+    "LingBot-v2, middle layer": (0.2717, 0.3557, 0.1868, 0.1946),
+    "HY-World 1.5, middle layer": (0.1340, 0.2973, 0.0821, 0.0536),
     "Matrix-Game-2, last layer": (0.0514, 0.3005, 0.3107, 0.1860),
     "LingBot-v2, last layer": (0.1608, 0.3008, 0.2256, 0.1039),
     "HY-World 1.5, last layer": (0.0090, 0.2939, 0.5884, 0.1679),
