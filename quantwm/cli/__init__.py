@@ -15,7 +15,7 @@ COMMANDS = {
     "replay": "run a recorded session again and say whether it is bit-identical",
     "compare": "fidelity and flicker between two recordings or video files",
     "study": "recorded q/k/v tensors through each cache, causally, chunk by chunk",
-    "report": "the paper's evidence on the embedded world, as an HTML report",
+    "report": "the paper's evidence on a world, the embedded one by default, as an HTML report",
     "demo": "record the three short sessions of assets/demo again",
     "plan": "bytes by part, ratios and peak, before anything is allocated",
     "evaluate-world": "the embedded world's acceptance table, or its statistics, beside the truth",

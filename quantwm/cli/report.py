@@ -53,10 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a tiny world with random weights: checks the report, says nothing about caches",
     )
     parser.add_argument(
-        "--processes", type=integer(1, 64), help="that share the devices; 5 a GPU, 1 on a CPU"
+        "--processes",
+        type=integer(1, 64),
+        help="that share the devices; 5 a GPU, 1 on a CPU or of a large world",
     )
     parser.add_argument(
-        "--together", type=integer(1, 64), help="rollouts side by side; 8 on a GPU, 1 on a CPU"
+        "--together",
+        type=integer(1, 64),
+        help="rollouts side by side; 8 on a GPU, 1 on a CPU or of a large world",
     )
     parser.add_argument(
         "--seconds",
