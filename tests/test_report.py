@@ -17,7 +17,7 @@ from quantwm.cache.kv_cache import KVCache
 from quantwm.cache.spec import CachePolicy
 from quantwm.cli import main
 from quantwm.errors import UserError
-from quantwm.report import numbers, running
+from quantwm.report import jobs, numbers, plan, running
 from quantwm.report.document import Plot, Section, Sheet, both, compared, judge, sentence
 from quantwm.report.html import _cell, _section, to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
@@ -25,7 +25,9 @@ from quantwm.report.one_role import OneRoleFormat
 from quantwm.report.plan import recording_jobs, rollout_jobs, units_of
 from quantwm.report.plots import to_svg
 from quantwm.report.pool import Failure, Workers, WorldSource, task_of
+from quantwm.report.results import _fidelity
 from quantwm.report.scale import PRESETS, SCRIPTS
+from quantwm.report.sections.fidelity import _whole_table
 from quantwm.report.sections.flicker import _minute_verdict, _recall_verdicts, _unseen
 from quantwm.report.turns import interleaved, long_ones
 from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
@@ -99,6 +101,22 @@ def test_a_rollout_is_against_bf16_and_repeats_itself(world):
 def run_here(world, tasks, deadline=float("inf")):
     with Workers(WorldSource(random_preset="tiny"), [world.device], 1, world) as workers:
         return workers.run(tasks, deadline, lambda text: None)
+
+
+def test_lpips_is_measured_where_its_weights_are(world, monkeypatch):
+    scale = replace(PRESETS["minimal"], scenes=1)
+    plain = next(j for j in rollout_jobs(world, scale) if j.experiment == "main")
+    monkeypatch.setattr(plan, "missing_for_lpips", lambda: None)
+    monkeypatch.setattr(jobs, "load_lpips", lambda device: lambda a, b: float((a != b).any()))
+    jobs.lpips_on.cache_clear()
+    wanted = next(j for j in rollout_jobs(world, scale) if j.experiment == "main")
+    assert (plain.lpips, wanted.lpips) == (False, True)
+    found = run_job(world, replace(wanted, lanes=("rtn",)))
+    jobs.lpips_on.cache_clear()
+    lane, exact = found.series["rtn"], found.series["bf16"]
+    assert lane.lpips == [float(m > 0) for m in lane.mse] and exact.lpips == [0.0] * 8
+    table = _whole_table(_fidelity([found], 8.75))
+    assert table.rows[1][0] == "RTN" and table.rows[1][3] != "-" and "no LPIPS" not in table.caption
 
 
 def test_tasks_stop_at_the_deadline(world):
