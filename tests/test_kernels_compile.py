@@ -90,8 +90,10 @@ ALONE = "COMPILED_ALONE"
 def fails_alone(test: str) -> str:
     """What a test says where no other ran before, as a user's process compiles; "" if it passes.
 
-    decode_affine at 256 channels once had 8 bytes of stack and 80 registers at the end of a whole
-    run; of 236 compilations without other tests before them none had any (96 registers).
+    decode_affine at 256 channels, as it was on 29 November 2026, once had 8 bytes of stack and 80
+    registers at the end of a whole run; of 236 compilations without other tests before them none
+    had any (96 registers). Not the cause: ptxas (60 runs over one PTX, 12.9 and 13.4), the state of
+    the heap, flushed denormals, inductor loaded before (the same PTX 14 times).
     """
     if os.environ.get(ALONE):
         return "this is the process of its own"
