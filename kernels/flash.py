@@ -1,11 +1,13 @@
 """Attention that decodes packed keys and values in registers: fused, without a scratch.
 
 Floor (operations): 4 Nq Nk D per head on the tensor cores (989 TFLOP/s by an H200's datasheet),
-packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys, measured on an H200: BF16 475
-TFLOP/s, 48%; packed, by the loop before this one, 160 TFLOP/s, 16% (cuDNN's BF16: 61%). This loop
-has not run on a GPU. A packed tile costs about 2.5 instructions an element on top, which the
-queries of a program share. The rest of the loop before was waiting: its instructions say that a
-tile decoded in registers reaches the tensor cores behind a fence, with loads under way there.
+packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys (H200, 2026-11-30): BF16 495
+TFLOP/s, 50%; packed 167 (qvg) and 148 (quantwm), 17% and 15% (cuDNN's BF16: 612, 62%).
+A packed tile costs on top about 3 instructions an element, which a program's queries share.
+Faster ones exist and are not here: loads of a tile going out together (in the history of this
+file, 2026-11-30) and one stage took 11.7 ms for qvg where this takes 18.8, but two runs over rows
+corrected by PSAC differed, and some read illegal addresses, this file's loop in one stage too. The
+cause was not found.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ import triton.language as tl
 from kernels.tile import (
     affine_scales,
     as_operand,
-    channels_of,
+    centroid_rows,
+    code_levels,
     code_words,
     e4m3_value,
-    of_words,
     scale_bytes,
-    word_levels,
 )
 
 # Kinds of a side, as constants of the kernel: 0 plain, 1 ternary, 2 affine, 3 INT8 keys.
@@ -57,52 +58,39 @@ def _plain_tile(ptr, first, stride_n, rows, valid, D: tl.constexpr):
 
 
 @triton.jit
-def _ids(ids_ptr, first, rows, stop):
-    return tl.load(ids_ptr + tl.cast(first, tl.int64) + rows, mask=rows < stop - first, other=0)
-
-
-@triton.jit
-def _tile_loads(
-    codes_ptr, centroids_ptr, ids, scales_ptr, zeros_ptr, first, rows, valid,
-    D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Code words, centroids, scale and zero bytes of a tile, from token `first` of the head on."""
-    means = tl.load(centroids_ptr + ids.to(tl.int32)[:, None, None] * D + channels_of(D))
-    words = code_words(codes_ptr + tl.cast(first, tl.int64) * (D // 16), rows, valid, D)
-    scales, zeros = scale_bytes(scales_ptr, zeros_ptr, first, rows, valid, D, GROUP, KIND == 2)
-    return words, means, scales, zeros
-
-
-@triton.jit
 def _packed_tile(
-    words, means, scales, zeros, step, first, rows,
+    codes_ptr, ids_ptr, centroids_ptr, scales, zeros, step, first, rows, valid,
     D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
-    """A decoded tile [BLOCK_N, D] of what _tile_loads gave.
+    """A decoded tile [BLOCK_N, D] from token `first` of the head, whose pointers are given.
+
+    scales, zeros: of scale_bytes.
 
     PACKED_MATH: two channels an instruction in BF16, which rounds an affine scale to BF16 (2^-9
     of a residual of a few scales); without it float32, as the interpreter needs.
     """
+    at = tl.cast(first, tl.int64)
+    codes_ptr += at * (D // 16)
     if KIND == 1:
         scale = e4m3_value(scales.to(tl.int32))
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
         scale, zero = affine_scales(scales, zeros, first, step, rows, D, GROUP)
-    scale, zero = of_words(scale, D, GROUP), of_words(zero, D, GROUP)
+    means = centroid_rows(ids_ptr + at, centroids_ptr, rows, valid, D)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
             asm=_LEVELS_ASM,
             constraints="=r,r,r,r,r,r",
             args=[
-                _apart(words),
+                _apart(code_words(codes_ptr, rows, valid, D)),
                 (zero + 128.0).to(tl.bfloat16)[:, :, None], scale.to(tl.bfloat16)[:, :, None],
                 means,
             ],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        levels = word_levels(words, zero)
+        levels = code_levels(codes_ptr, zero, rows, valid, D)
         values = (levels * scale[:, :, None] + means.to(tl.float32)).to(DOT_DTYPE)
     return tl.reshape(values, (BLOCK_N, D))
 
@@ -125,33 +113,26 @@ def _attend_range(
     """
     offs_r = tl.arange(0, RANK_PAD)
     rows = tl.arange(0, BLOCK_N)
-    # Of packed tiles only ids are loaded a tile ahead: the rest then goes out together, and nothing
-    # is under way where a decoded tile is handed to the tensor cores, which waits for all of it.
-    k_ids, v_ids = 0, 0
+    # Bytes of a tile are loaded a tile ahead: single bytes are not copied asynchronously.
+    there = rows < stop - first
+    k_scales, k_zeros, v_scales, v_zeros = 0, 0, 0, 0
     if K_KIND == 1 or K_KIND == 2:
-        k_ids = _ids(k_ids_ptr, first, rows, stop)
+        k_scales, k_zeros = scale_bytes(
+            k_scales_ptr, k_zeros_ptr, first, rows, there, D, K_GROUP, K_KIND == 2
+        )
     if V_KIND > 0:
-        v_ids = _ids(v_ids_ptr, first, rows, stop)
+        v_scales, v_zeros = scale_bytes(
+            v_scales_ptr, v_zeros_ptr, first, rows, there, D, V_GROUP, V_KIND == 2
+        )
+    if RANK > 0:
+        row_scales = tl.load(
+            row_scales_ptr + tl.cast(first, tl.int64) - first_corrected + rows,
+            mask=there & (rows >= first_corrected - first), other=0.0,
+        )  # fmt: skip
     for begin in range(first, last, BLOCK_N):
         valid = (rows < stop - begin) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
-        if K_KIND == 1 or K_KIND == 2:
-            k_words, k_means, k_scales, k_zeros = _tile_loads(
-                k_codes_ptr, k_centroids_ptr, k_ids, k_scales_ptr, k_zeros_ptr, begin, rows, valid,
-                D, K_GROUP, K_KIND,
-            )  # fmt: skip
-        if V_KIND > 0:
-            v_words, v_means, v_scales, v_zeros = _tile_loads(
-                v_codes_ptr, v_centroids_ptr, v_ids, v_scales_ptr, v_zeros_ptr, begin, rows, valid,
-                D, V_GROUP, V_KIND,
-            )  # fmt: skip
-        if RANK > 0:
-            there = valid & (rows >= first_corrected - begin)
-            row = tl.cast(begin, tl.int64) - first_corrected
-            row_scales = tl.load(row_scales_ptr + row + rows, mask=there, other=0.0)
-            coefficients = tl.load(
-                coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
-                mask=there[:, None] & (offs_r < RANK)[None, :], other=0,
-            )  # fmt: skip
+        after = begin + BLOCK_N
+        there = rows < stop - after
         if K_KIND == 3:
             k = _plain_tile(k_ptr, begin, k_stride_n, rows, valid, D)
             steps = tl.load(k_scales_ptr + begin + rows, mask=valid, other=0.0)
@@ -162,24 +143,29 @@ def _attend_range(
                 k = as_operand(_plain_tile(k_ptr, begin, k_stride_n, rows, valid, D), DOT_DTYPE)
             else:
                 k = _packed_tile(
-                    k_words, k_means, k_scales, k_zeros, k_step, begin, rows, D, K_GROUP, K_KIND,
-                    BLOCK_N, DOT_DTYPE, PACKED_MATH,
+                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales, k_zeros, k_step,
+                    begin, rows, valid, D, K_GROUP, K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
                 )  # fmt: skip
+                k_scales, k_zeros = scale_bytes(
+                    k_scales_ptr, k_zeros_ptr, after, rows, there, D, K_GROUP, K_KIND == 2
+                )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
-                turning = coefficients.to(tl.float32) * row_scales.to(tl.float32)[:, None]
-                turning = tl.trans(turning.to(DOT_DTYPE))
+                corrected = valid & (rows >= first_corrected - begin)
+                row = tl.cast(begin, tl.int64) - first_corrected
+                coefficients = tl.load(
+                    coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
+                    mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
+                ).to(tl.float32)  # fmt: skip
+                coefficients = (coefficients * row_scales.to(tl.float32)[:, None]).to(DOT_DTYPE)
                 if CHAINED:
-                    scores = tl.dot(turned, turning, scores, input_precision="ieee")
+                    scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
                 else:
-                    scores += tl.dot(turned, turning, input_precision="ieee")
-        if V_KIND == 0:
-            v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
-        else:
-            v = _packed_tile(
-                v_words, v_means, v_scales, v_zeros, v_step, begin, rows, D, V_GROUP, V_KIND,
-                BLOCK_N, DOT_DTYPE, PACKED_MATH,
-            )  # fmt: skip
+                    scores += tl.dot(turned, tl.trans(coefficients), input_precision="ieee")
+                row_scales = tl.load(
+                    row_scales_ptr + row + BLOCK_N + rows,
+                    mask=there & (rows >= first_corrected - after), other=0.0,
+                )  # fmt: skip
         if MASKED:
             scores = tl.where(valid[None, :], scores, float("-inf"))
         above = tl.maximum(largest, tl.max(scores, axis=1))
@@ -189,10 +175,16 @@ def _attend_range(
         total = total * kept + tl.sum(weights, axis=1)
         sums = sums * kept[:, None]
         largest = above
-        if K_KIND == 1 or K_KIND == 2:
-            k_ids = _ids(k_ids_ptr, begin + BLOCK_N, rows, stop)
-        if V_KIND > 0:
-            v_ids = _ids(v_ids_ptr, begin + BLOCK_N, rows, stop)
+        if V_KIND == 0:
+            v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
+        else:
+            v = _packed_tile(
+                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales, v_zeros, v_step,
+                begin, rows, valid, D, V_GROUP, V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+            )  # fmt: skip
+            v_scales, v_zeros = scale_bytes(
+                v_scales_ptr, v_zeros_ptr, after, rows, there, D, V_GROUP, V_KIND == 2
+            )
         sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
     return sums, largest, total
 

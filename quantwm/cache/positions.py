@@ -98,7 +98,7 @@ def _turns(
     rows, columns = layout.grid
     places = positions.tensor(start, stop)
     if device.type == "cuda":
-        return _turns_there(layout, places.to(device))
+        return _turns_there(layout, places.to(device, non_blocking=True))  # a copy without a wait
     frame, cell = places // (rows * columns), places % (rows * columns)
     seen, of_token = frame.unique_consecutive(return_inverse=True)  # places ascend
     steps = (seen, torch.arange(rows), torch.arange(columns))
