@@ -143,7 +143,20 @@ def _world(world: World, methods: Sequence[str], options: argparse.Namespace) ->
         "steps": options.steps or world.spec.default_steps[world.device.type],
         "seed": options.seed,
         "scenes": scenes,
-        "rows": [{"method": m, "psnr": _windows(errors[m]), "ratios": marks[m]} for m in methods],
+        "rows": [
+            {"method": m, "psnr": _windows(errors[m]), **_ratios(marks[m], options.frames)}
+            for m in methods
+        ],
+    }
+
+
+def _ratios(chunks: dict[int, list[float]], frames: int) -> dict[str, Any]:
+    """Bytes at the marks, and the lowest nominal ratio of any chunk from the first mark on."""
+    wanted = {EARLY[-1][1], *MARKS, frames}
+    later = [row[0] for made, row in chunks.items() if made >= MARKS[0]]
+    return {
+        "ratios": {made: chunks[made] for made in sorted(wanted & chunks.keys())},
+        "lowest": min(later) if later else None,
     }
 
 
@@ -173,8 +186,7 @@ def _play(
             for method, lane in zip(methods, lanes[1:], strict=True):
                 found = own[lane.name]
                 parts[method].append(frame_mse(found.frames, own["bf16"].frames))
-                if made in MARKS or made == frames:
-                    marks[method][made] = [found.ratio, found.resident_ratio, found.tokens]
+                marks[method][made] = [found.ratio, found.resident_ratio, found.tokens]
     for method, chunks in parts.items():
         errors[method].append(np.concatenate(chunks))
 
@@ -220,5 +232,7 @@ def table(result: dict[str, Any]) -> str:
             ratios = "  ".join(
                 f"{made} frames: {n:.2f} ({r:.2f})" for made, (n, r, _) in row["ratios"].items()
             )
+            if row["lowest"] is not None:
+                ratios += f"  lowest from {MARKS[0]} frames on: {row['lowest']:.2f}"
             lines.append(f"{row['method']:<28} {early}  {ratios}")
     return "\n".join(lines)

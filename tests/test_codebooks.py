@@ -36,3 +36,12 @@ def test_codebooks_of_a_scene_that_changes_with_every_chunk(
     assert rows[-1][1] >= 6.2 and rows[-1][2] >= 6.2
     assert "quantwm:compact" in (tmp_path / "codebooks.txt").read_text()
     assert json.loads((tmp_path / "codebooks.json").read_text())["native"][0]["rows"] == rows
+
+
+def test_the_lowest_ratio_is_of_every_chunk_from_the_first_mark_on() -> None:
+    nominal = {4: 2.0, 32: 5.0, 64: 6.0, 68: 5.5, 256: 6.3}
+    chunks = {made: [ratio, ratio - 0.5, 48 * made] for made, ratio in nominal.items()}
+    found = codebooks._ratios(chunks, 256)
+    assert list(found["ratios"]) == [32, 64, 256] and found["lowest"] == 5.5
+    early = codebooks._ratios({4: chunks[4], 32: chunks[32]}, 32)
+    assert list(early["ratios"]) == [32] and early["lowest"] is None
