@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from kernels.tuning import COMPILED, Launch
 
+TIMED = "2026-11-30, H200, 40 heads, "
+
 DECODE = {
     64: Launch(64, 0, 4, 1, COMPILED),
-    128: Launch(64, 0, 4, 1, COMPILED),
+    128: Launch(
+        64, 0, 4, 1, TIMED + "18,720 tokens: keys 0.173 ms, values 0.149; second 0.185, 0.153"
+    ),
 }
 ENCODE = {
     64: Launch(32, 0, 4, 1, COMPILED),
-    128: Launch(32, 0, 4, 1, COMPILED),
+    128: Launch(16, 0, 4, 1, TIMED + "4,680 tokens' codes of keys 0.271 ms; 32, 4 warps 0.347"),
 }
 """Blocks of 64 tokens, whose products become wgmma, read illegal addresses on an H200 with 40 heads
 of 4,680 tokens (triton 3.6.0, with 4 and 8 warps); blocks of 32 and 16 do not."""
