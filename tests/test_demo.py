@@ -43,7 +43,7 @@ def test_three_sessions_are_recorded_and_replace_older_ones(tmp_path, capsys, mo
 
 def test_longer_sessions_hold_the_same_keys_longer():
     still, turn, _ = command.DEMOS
-    assert (still.actions(None), turn.actions(None)) == ("none-8", "right-6, left-6")
+    assert (still.actions(None), turn.actions(None)) == ("none-8", "right-4, left-4")
     assert (still.actions(24), turn.actions(24)) == ("none-24", "right-12, left-12")
 
 
