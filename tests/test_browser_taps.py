@@ -71,3 +71,30 @@ def test_the_mouse_looks_around_while_its_button_is_down(open_page, server) -> N
     page.mouse.move(x + 90, y)
     page.keyboard.up("KeyW")
     until(lambda: keys_now(server) == frozenset(), "moving alone looks nowhere")
+
+
+def test_a_drag_ends_with_its_own_button_and_with_the_focus(open_page, server) -> None:
+    page = open_page()
+    drive(page)
+    box = page.locator(".qwm-lane >> nth=0").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+    def drag() -> None:
+        page.mouse.move(x, y)
+        page.mouse.down()
+        page.mouse.move(x + 60, y)
+        until(lambda: keys_now(server) == {"right"}, "right held")
+
+    drag()
+    page.mouse.down(button="right")
+    page.mouse.up()
+    until(lambda: keys_now(server) == frozenset(), "only another button is down")
+    page.mouse.up(button="right")
+    drag()
+    page.keyboard.press("Escape")
+    page.locator('[data-run="no"]').first.wait_for()
+    page.mouse.move(x - 60, y)
+    time.sleep(0.3)
+    assert page.locator(".qwm-key.qwm-lit").count() == 0, "it must not drive on without the focus"
+    assert page.locator('[data-run="no"]').count() == 1
+    page.mouse.up()

@@ -12,6 +12,7 @@ class Keys {
     this.bindings = {};
     this.down = new Map();
     this.tapped = new Set(); // went down since the last snapshot, perhaps up again
+    this.endLook = null; // while a mouse looks around
     stage.addEventListener("keydown", (event) => this.keydown(event));
     stage.addEventListener("keyup", (event) => this.keyup(event));
     stage.addEventListener("blur", () => this.releaseAll());
@@ -86,19 +87,23 @@ class Keys {
 
   // The mouse, its button down on the pictures: the arrows of where it has gone are held meanwhile.
   look(event) {
-    if (event.pointerType === "touch" || event.button !== 0) return;
+    if (event.pointerType === "touch" || event.button !== 0 || this.endLook) return;
     const [x, y] = [event.clientX, event.clientY];
     const move = (now) => {
       if (now.pointerId !== event.pointerId) return;
+      // Another button that stays down keeps pointerup from coming.
+      if (!(now.buttons & 1)) return end(now);
       this.lean("mouse-x", now.clientX - x, "ArrowLeft", "ArrowRight");
       this.lean("mouse-y", now.clientY - y, "ArrowUp", "ArrowDown");
     };
     const end = (now) => {
-      if (now.pointerId !== event.pointerId) return;
+      if (now && now.pointerId !== event.pointerId) return;
+      this.endLook = null;
       this.stage.removeEventListener("pointermove", move);
       for (const name of ENDS) this.stage.removeEventListener(name, end);
       for (const source of ["mouse-x", "mouse-y"]) this.release(source);
     };
+    this.endLook = end;
     this.stage.setPointerCapture(event.pointerId);
     this.stage.addEventListener("pointermove", move);
     for (const name of ENDS) this.stage.addEventListener(name, end);
@@ -125,6 +130,8 @@ class Keys {
   }
 
   releaseAll() {
+    // Or the next move of a mouse whose button is still down would drive on without the focus.
+    if (this.endLook) this.endLook();
     this.tapped.clear();
     if (this.down.size === 0) return;
     this.down.clear();
