@@ -43,6 +43,9 @@ def entry() -> ModuleType:
         (["--scene", "moon"], "unknown scene"),
         (["--device", "tpu"], "unknown device"),
         (["--weights", __file__], "test_app_entry.py is a file"),
+        (["--weights", ""], "got nothing"),
+        (["--weights", "~nobody-of-this-name/x"], "cannot be looked into"),
+        (["--weights", "x" * 300], "File name too long"),
     ],
 )
 def test_bad_flags_get_one_line_and_status_2(entry, capsys, flags: list[str], says: str) -> None:

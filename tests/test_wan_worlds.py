@@ -20,6 +20,7 @@ from quantwm.describe import session_info
 from quantwm.engine import Engine
 from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
+from quantwm.report.pool import WorldSource
 from quantwm.session import SessionWriter
 from quantwm.session_reader import load_session
 from quantwm.worlds import registry
@@ -151,6 +152,10 @@ def test_weights_may_lie_anywhere(tiny: str, tmp_path: Path, capsys) -> None:
     assert found["present"] and found["where"] == str(tmp_path / "moved")
     assert main(["download", "--world", "tiny", "--weights", str(Path(__file__))]) == 2
     assert "test_wan_worlds.py is a file" in capsys.readouterr().err
+    files.set_root(tmp_path / "weights")
+    WorldSource("tiny", folder=moved[1]).load(torch.device("cpu"))  # as a process of the report
+    assert main(["evaluate-world", "--weights", str(Path(__file__))]) == 2
+    assert "downloaded worlds" not in capsys.readouterr().err, "those are other weights"
 
 
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)

@@ -68,10 +68,10 @@ def _run(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command is None:
         raise UserError(f"name a command: {', '.join(COMMANDS)}; --help explains them")
-    if getattr(parsed, "weights", None) is not None:
+    if getattr(parsed, "worlds_in", None) is not None:
         from quantwm.worlds.registry import keep_weights_in
 
-        keep_weights_in(parsed.weights)
+        keep_weights_in(parsed.worlds_in)
     return parsed.run(parsed)
 
 

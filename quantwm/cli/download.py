@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from quantwm.cli.common import emit, progress, progress_done, say
 from quantwm.errors import UserError
@@ -14,7 +13,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     """The --weights argument; the command line heeds it before a command runs."""
     parser.add_argument(
         "--weights",
-        type=Path,
+        dest="worlds_in",
         metavar="FOLDER",
         help="where downloaded worlds lie; ~/.cache/quantwm by default",
     )

@@ -12,12 +12,14 @@ from quantwm.cli.common import (
     add_device,
     emit,
     integer,
+    open_folder,
     pick_device,
     progress,
     progress_done,
     say,
     table,
 )
+from quantwm.cli.download import add_weights
 from quantwm.errors import UserError
 from quantwm.report.pool import START_SECONDS, Workers, WorldSource
 from quantwm.report.results import Results
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world", default="embedded", help="another world whose weights are here; see `worlds`"
     )
+    add_weights(parser)
     parser.add_argument("--truth", type=Path, help="truth episodes; those in assets/ by default")
     parser.add_argument(
         "--random-weights",
@@ -79,11 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     truth = arguments.truth or (TRUTH if TRUTH.is_dir() else None)
     if arguments.truth is not None and not arguments.truth.is_dir():
         raise UserError(f"no such folder of truth episodes: {arguments.truth}")
-    try:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {arguments.out}: {error.strerror or error}") from error
     source, spec = _source(arguments), world_spec(arguments.world)
+    open_folder(arguments.out, "--out")
     # A large world fills a device by itself, and runs one rollout at a time.
     gpu, ours = devices[0].type == "cuda", arguments.world == "embedded"
     a_gpu, together = (PROCESSES_A_GPU, TOGETHER) if gpu and ours else (1, 1)
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _source(arguments: argparse.Namespace) -> WorldSource:
     if not arguments.random_weights:
-        return WorldSource(arguments.world)
+        return WorldSource(arguments.world, folder=arguments.worlds_in)
     if arguments.world != "embedded":
         raise UserError("--random-weights makes a tiny embedded world; leave --world out")
     return WorldSource(random_preset="tiny")

@@ -20,7 +20,7 @@ import torch
 from quantwm.errors import UserError
 from quantwm.report.schedule import OutOfTime, Schedule, Size, unknown
 from quantwm.worlds.base import World
-from quantwm.worlds.registry import load_world
+from quantwm.worlds.registry import keep_weights_in, load_world
 
 T = TypeVar("T")
 Task = Callable[[World], T]
@@ -45,12 +45,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorldSource:
-    """Which world to load: a name that the registry knows, or a small one with random weights."""
+    """Which world to load: a name that the registry knows, or a small one with random weights.
+
+    folder: of downloaded worlds, where it is not the usual one; every process looks there.
+    """
 
     name: str = "embedded"
     random_preset: str | None = None
+    folder: str | None = None
 
     def load(self, device: torch.device) -> World:
+        if self.folder is not None:
+            keep_weights_in(self.folder)
         if self.random_preset is None:
             return load_world(self.name, device)
         from quantwm.worlds.embedded.adapter import EmbeddedWorld

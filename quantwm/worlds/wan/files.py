@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from quantwm.errors import UserError
@@ -18,9 +19,18 @@ _root = Path.home() / ".cache" / "quantwm"
 def set_root(folder: Path | str) -> None:
     """Use another folder for downloaded weights. UserError where it is something else."""
     global _root
-    chosen = Path(folder).expanduser().absolute()
-    if chosen.exists() and not chosen.is_dir():
+    if not str(folder):
+        raise UserError("--weights is a folder of downloaded worlds, got nothing")
+    try:
+        chosen = Path(folder).expanduser().absolute()
+        there = chosen.exists()
+    except (OSError, RuntimeError) as error:  # no right to look; ~ of an unknown person
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--weights {folder} cannot be looked into: {reason}") from error
+    if there and not chosen.is_dir():
         raise UserError(f"--weights is a folder of downloaded worlds, {chosen} is a file")
+    if there and not os.access(chosen, os.R_OK | os.X_OK):
+        raise UserError(f"--weights {chosen} cannot be looked into: it may not be read")
     _root = chosen
 
 
