@@ -80,6 +80,16 @@ def test_very_many_tensors_of_nothing_are_refused(saved: Any, tmp_path: Path) ->
         assert says in refusal(tmp_path / "bomb.safetensors", header, cache)
 
 
+@pytest.mark.parametrize(("name", "version"), [("qtc", "1"), ("kivi", "2")])
+def test_a_file_of_the_other_version_says_so(
+    name: str, version: str, saved: Any, tmp_path: Path
+) -> None:
+    cache, raw = saved[name]
+    header = with_meta(File(raw), version=version)
+    said = refusal(tmp_path / "old.safetensors", header, cache)
+    assert f"is of version {version}; this program reads version" in said and name in said
+
+
 LOUD: dict[str, tuple[dict[str, str], str]] = {
     "a version of two lines": ({"version": "9\nroot:"}, "of version 9?root:"),
     "a format that clears the screen": ({"format": "\x1b[2J"}, "no saved cache"),

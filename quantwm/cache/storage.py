@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quantwm.cache.chunk import Codebooks
 from quantwm.cache.codebook_life import BookFit
-from quantwm.cache.formats.base import Format
+from quantwm.cache.formats.base import Format, Learns
 from quantwm.cache.formats.qtc_statistics import SlotStatistics
 from quantwm.cache.remedy import is_out_of_memory
 from quantwm.cache.segments import Segment, SpanPlan
@@ -30,7 +30,8 @@ from quantwm.cache.tensor_store import parse_json, printable, read_header, read_
 from quantwm.cache.workspace import Workspace
 from quantwm.errors import UserError
 
-FORMAT, VERSION = "quantwm-cache", "1"
+FORMAT, VERSION, LEARNED = "quantwm-cache", "1", "2"
+"""LEARNED: of formats that learn, whose statistics had 32 bits an entry in version 1."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Savable:
         tensors = {f"t{i}": tensor for i, tensor in enumerate(tree.tensors())}
         metadata = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": _version(cache.fmt),
             "cache": json.dumps(_settings(cache)),
             "state": json.dumps(state, separators=(",", ":"), allow_nan=False),
         }
@@ -202,14 +203,20 @@ def _seed(name: str, metadata: Mapping[str, str]) -> int:
     """Of k-means, from the metadata, once the file is known to be of this kind and version."""
     if metadata.get("format") != FORMAT:
         raise UserError(f"{name} is no saved cache: its metadata does not say {FORMAT}")
-    if metadata.get("version") != VERSION:
+    if metadata.get("version") not in (VERSION, LEARNED):
         found = printable(metadata.get("version", "none"), 20)
-        raise UserError(f"{name} is of version {found}; this program reads version {VERSION}")
+        raise UserError(
+            f"{name} is of version {found}; this program reads version {VERSION} and {LEARNED}"
+        )
     settings = parse_json(metadata.get("cache", ""), name)
     seed = settings.get("seed") if isinstance(settings, dict) else None
     if type(seed) is not int or not 0 <= seed < 2**63:
         raise UserError(f"{name}: the seed is a whole number from 0")
     return seed
+
+
+def _version(fmt: Format[Any]) -> str:
+    return LEARNED if isinstance(fmt, Learns) else VERSION
 
 
 def _require_same(name: str, metadata: Mapping[str, str], cache: Any) -> None:
@@ -225,4 +232,9 @@ def _require_same(name: str, metadata: Mapping[str, str], cache: Any) -> None:
             found, wanted, part = found[field], wanted[field], f"{part}: {field}"
         raise UserError(
             f"{name} was saved with {part} {printable(found)}, this cache has {printable(wanted)}"
+        )
+    if metadata["version"] != _version(cache.fmt):
+        raise UserError(
+            f"{name} is of version {metadata['version']}; this program reads version "
+            f"{_version(cache.fmt)} of a cache of {cache.fmt.name}"
         )
