@@ -22,6 +22,7 @@ from training.decoder_check import (
     as_shipped,
     distance,
     is_fit,
+    need_frames,
 )
 from training.decoder_step import (
     DecoderBatch,
@@ -42,6 +43,7 @@ from training.picture_critic import (
     phase_strengths,
 )
 from training.plans import QUICK_WORLD
+from training.report import one_run
 from training.train_decoder import main, parse, run, schedule
 
 SMALL = PictureCriticConfig(widths=(8, 16, 16))
@@ -246,6 +248,8 @@ def test_the_stage_changes_pictures_and_nothing_else(toy, tmp_path, monkeypatch)
     assert facts["steps"] > 0 and "--weights WEIGHTS" in facts["command"]
     assert str(toy) not in json.dumps(facts)
     assert {"before", "free_energy", "autoencoder_psnr", "best_step"} <= set(facts["metrics"])
+    told = "\n".join(one_run(after))
+    assert f"{facts['steps']} steps, energy of free frames" in told and "| transformer" not in told
     models = [load_models(m, torch.device("cpu"), torch.float32) for m in (before, after)]
     for old, new in zip(*models, strict=True):
         theirs = new.state_dict()
@@ -293,5 +297,9 @@ def test_mistakes_are_one_line(toy, tmp_path, monkeypatch, change, message):
 
 def test_rollouts_need_long_enough_episodes(toy, tmp_path):
     args = parse([word for word in arguments(toy, tmp_path / "out") if word != "--quick"])
-    with pytest.raises(UserError, match="rollouts of 256 frames need episodes at least as long"):
+    with pytest.raises(UserError, match=r"of 256 frames need .*training\.frames --length 256"):
         run(args)
+    short = torch.zeros(1, 11, 96, 128, 3, dtype=torch.uint8)
+    need_frames(short, DecoderCheckConfig(context_chunks=1), per_chunk=4)
+    with pytest.raises(UserError, match="unseen episodes need at least 12 frames, these have 11"):
+        need_frames(short, DecoderCheckConfig(context_chunks=2), per_chunk=4)

@@ -18,12 +18,13 @@ from quantwm.worlds.embedded.weights import load_models, read_manifest
 from training.data import FramePool, load_folder
 from training.frame_source import wait_for_files
 from training.frames import Recorder, episode_path, load_episode, shrink
+from training.inputs import without_folders
 from training.losses import TransformerTraining
 from training.maps import MapConfig, build_map, pack_wad
 from training.muon import Muon, orthogonalise
 from training.plans import PLANS, apply_switches
 from training.report import one_run, several_runs, switches
-from training.run_all import parse, without_folders
+from training.run_all import FOLDERS, parse
 from training.train_autoencoder import learning_rate
 from training.train_transformer import rate_factor
 from training.walker import Pose, Walker
@@ -173,6 +174,8 @@ def test_episodes_of_a_wrong_shape_are_named(tmp_path):
     assert pool.load_new() == 1
     with pytest.raises(UserError, match=r"1 of the 2.*episode-0000003\.npz cannot"):
         pool.wait_for(2, 0)
+    with pytest.raises(UserError, match=r"episode-0000003\.npz cannot be read: .*; remove it"):
+        load_folder(tmp_path, "cpu")
     (tmp_path / "episode-0000003.npz").unlink()
     with pytest.raises(UserError, match=r"episode-0000002\.npz: keys must be uint8"):
         load_folder(tmp_path, "cpu")
@@ -190,8 +193,8 @@ def test_report_tells_switches_and_no_folders():
     command = "python -m training.run_all --out a --own 0 --weights w --no-pose --minutes 3"
     assert switches(command) == "`--own 0 --no-pose`"
     assert switches("python -m training.run_all --out a") == "none"
-    told = without_folders(["--out", "/x/y", "--own", "0", "--work", "/z"])
-    assert told == ["--out", "OUT", "--own", "0", "--work", "WORK"]
+    told = without_folders(FOLDERS, ["--out", "/x/y", "--own", "0", "--work=/z", "--teach", "/t"])
+    assert told == "--out OUT --own 0 --work=WORK --teach TEACHER"
 
 
 def test_switches_take_one_ingredient_away(tmp_path):

@@ -18,6 +18,9 @@ from quantwm.worlds.embedded.pose import START, as_array, follow
 from training.frames import HEIGHT, WIDTH, Episode, load_episode
 from training.revisits import find_revisits, fitting_revisits, starts_with_revisit
 
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile)
+"""What reading a damaged episode may raise."""
+
 
 @dataclass(frozen=True)
 class ClipBatch:
@@ -68,7 +71,7 @@ class FramePool:
             self._seen.add(path)
             try:
                 episode = load_episode(path)
-            except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            except UNREADABLE as error:
                 # one damaged file among hundreds must not end an unattended run
                 self.problem = f"; {path.name} cannot be read: {error}"
                 continue
@@ -222,7 +225,12 @@ def load_folder(folder: Path, device: torch.device | str) -> tuple[torch.Tensor,
     paths = sorted(folder.glob("episode-*.npz"))
     if not paths:
         raise UserError(f"no episodes in {folder}; make them with python -m training.frames")
-    episodes = [load_episode(path) for path in paths]
+    episodes = []
+    for path in paths:
+        try:
+            episodes.append(load_episode(path))
+        except UNREADABLE as error:
+            raise UserError(f"{path} cannot be read: {error}; remove it") from error
     shape = (len(episodes[0].frames), HEIGHT, WIDTH, 3)
     for path, episode in zip(paths, episodes, strict=True):
         problem = episode_problem(episode, shape)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quantwm.errors import UserError
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
 from quantwm.worlds.embedded.transformer import Transformer
 from training.data import LatentPool, reckoned_poses
@@ -129,6 +130,13 @@ class DecoderCheck:
             drawn = [decode_bytes(model, clip[self._start :]) for model in autoencoders]
             rows.append([truth[self._start :], *drawn])
         return rows
+
+
+def need_frames(frames: torch.Tensor, config: DecoderCheckConfig, per_chunk: int) -> None:
+    """UserError when unseen episodes, uint8 [E, L, ...], are over before a frame runs free."""
+    length, least = frames.shape[1], (config.context_chunks + 1) * per_chunk
+    if length < least:
+        raise UserError(f"unseen episodes need at least {least} frames, these have {length}")
 
 
 def psnr_floor(before: Mapping[str, float], config: DecoderCheckConfig) -> float:

@@ -109,11 +109,11 @@ class Drifted:
         )  # fmt: skip
 
 
-def check_lengths(pool: FramePool, config: DriftConfig, per_chunk: int) -> None:
-    """UserError when episodes are too short for the clips, or clips for their contexts."""
+def check_lengths(pool: FramePool, config: DriftConfig) -> None:
+    """UserError when episodes are too short for the clips."""
     length = pool.frames.shape[1]
     if config.frames > length:
         raise UserError(
             f"rollouts of {config.frames} frames need episodes at least as long, these have "
-            f"{length}; give --frames {length - length % per_chunk}"
+            f"{length}; record others: python -m training.frames --length {config.frames}"
         )

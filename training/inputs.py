@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,13 +41,36 @@ def need_between(option: str, value: float, low: float, high: float | None = Non
     raise UserError(f"{option} must be {wanted}, got {value}")
 
 
-def check_frames_fit(episodes: int, of_one: int, free: int | None) -> None:
+def without_folders(words: Mapping[str, str], argv: Sequence[str]) -> str:
+    """A command's arguments with a word in place of each of its folders, by option: a manifest
+    says how weights were made, not where. As argparse reads them: --out=X, and --ou X too."""
+    told: list[str] = []
+    hidden = None
+    for given in argv:
+        if hidden is not None:
+            given, hidden = hidden, None
+        elif given.startswith("--"):
+            option, equals, _ = given.partition("=")
+            word = words.get(option) or next(
+                (word for known, word in words.items() if known.startswith(option)), None
+            )
+            if word is not None and equals:
+                given = f"{option}={word}"
+            elif word is not None:
+                hidden = word
+        told.append(given)
+    return shlex.join(told)
+
+
+def check_frames_fit(
+    episodes: int, of_one: int, free: int | None, option: str = "--episodes"
+) -> None:
     """UserError when the frames of `episodes`, of_one bytes each, are more than they may take of
-    `free` bytes; None: not known, then it is tried."""
+    `free` bytes; None: not known, then it is tried. option: what sets their number."""
     if free is not None and episodes * of_one > KEPT_FREE * free:
         raise UserError(
             f"the frames of {episodes} episodes take {episodes * of_one / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} are free; --episodes {int(KEPT_FREE * free / of_one)} would fit"
+            f"{free / 1e9:.1f} are free; {option} {int(KEPT_FREE * free / of_one)} would fit"
         )
 
 

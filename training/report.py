@@ -68,8 +68,7 @@ def one_run(manifest: Manifest) -> list[str]:
         f"| autoencoder | {minutes.get('autoencoder', '-')} | "
         f"{metrics.get('autoencoder_steps', 0):,} steps |",
         f"| frames to latents | {minutes.get('encode', '-')} | |",
-        f"| transformer | {minutes.get('transformer', '-')} | {facts['steps']:,} steps |",
-        *decoder_row(minutes, metrics),
+        *last_rows(minutes, metrics, f"{facts['steps']:,} steps"),
         "",
         f"{metrics.get('episodes', '-')} unseen maps, {metrics.get('steps', '-')} steps, "
         f"{metrics.get('rollout_frames', '-')} free frames:",
@@ -81,16 +80,20 @@ def one_run(manifest: Manifest) -> list[str]:
     return lines
 
 
-def decoder_row(minutes: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[str]:
-    """The decoder's own stage, where the run had one."""
+def last_rows(minutes: Mapping[str, Any], metrics: Mapping[str, Any], steps: str) -> list[str]:
+    """The transformer, and the decoder's own stage where the run had one; `train_decoder` has that
+    alone, and the steps are its own."""
+    alone = "before" in metrics
+    transformer = f"| transformer | {minutes.get('transformer', '-')} | {steps} |"
     if "decoder" not in minutes:
-        return []
-    found = metrics.get("decoder", metrics)
-    before = found["before"]
+        return [transformer]
+    found = metrics if alone else metrics["decoder"]
+    before, own = found["before"], f"{steps}, " if alone else ""
     return [
-        f"| decoder on rollouts | {minutes['decoder']} | energy of free frames "
+        *([] if alone else [transformer]),
+        f"| decoder on rollouts | {minutes['decoder']} | {own}energy of free frames "
         f"{before['free_energy']} to {found['free_energy']} of the truth's, autoencoder "
-        f"{before['autoencoder_psnr']} to {found['autoencoder_psnr']} dB |"
+        f"{before['autoencoder_psnr']} to {found['autoencoder_psnr']} dB |",
     ]
 
 

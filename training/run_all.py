@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from training.inputs import (
     in_one_line,
     need_between,
     open_folder,
+    without_folders,
 )
 from training.pictures import save_grid
 from training.plans import PLANS, RunPlan, add_switches, apply_switches
@@ -53,6 +53,8 @@ DATA = (
     "512x384 reduced to 128x96, 4 tics a frame"
 )
 DATA_OF_OWN = "Maps of {}, rendered by ViZDoom, 512x384 reduced to 128x96, 4 tics a frame"
+FOLDERS = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT",
+           "--teacher": "TEACHER", "--wad": "WAD"}  # fmt: skip
 FINISHED = 0.99
 """Share of a schedule from which on a checkpoint is a finished run's: of those the optimisers alone
 are wanted, and the schedule starts again."""
@@ -85,7 +87,7 @@ class Run:
         """What the manifest says about how the weights were made."""
         gpu = torch.cuda.get_device_name() if self.device.type == "cuda" else "none"
         return {
-            "command": "python -m training.run_all " + shlex.join(without_folders(sys.argv[1:])),
+            "command": "python -m training.run_all " + without_folders(FOLDERS, sys.argv[1:]),
             "data": DATA if self.args.wad is None else DATA_OF_OWN.format(self.args.wad.name),
             "episodes": self.metrics.get("frames", 0) // self.plan.length,
             "frames": self.metrics.get("frames", 0),
@@ -98,13 +100,6 @@ class Run:
             "metrics": self.metrics,
             "continued_from": self.continued_from,
         }
-
-
-def without_folders(argv: list[str]) -> list[str]:
-    """The arguments with words for the folders of this machine."""
-    words = {"--out": "OUT", "--work": "WORK", "--weights": "WEIGHTS", "--resume": "CHECKPOINT",
-             "--teacher": "TEACHER", "--wad": "WAD"}  # fmt: skip
-    return [words.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
 
 
 def make_autoencoder(run: Run, pool: FramePool) -> Autoencoder:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import platform
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +34,7 @@ from training.decoder_check import (
     as_shipped,
     distance,
     is_fit,
+    need_frames,
     psnr_floor,
 )
 from training.decoder_step import DecoderTrainer, DecoderTraining
@@ -42,16 +42,18 @@ from training.drifted import DriftConfig, Drifted, check_lengths
 from training.frames import HEIGHT, WIDTH
 from training.inputs import (
     SEEDS,
-    check_episodes,
     check_frames_fit,
     in_one_line,
     need_between,
     open_folder,
     stored_shape,
+    without_folders,
 )
 from training.pictures import save_grid
 from training.progress import Budget, Log
 from training.train_autoencoder import learning_rate, set_compiled, start_steps
+
+FOLDERS = {"--out": "OUT", "--weights": "WEIGHTS", "--episodes": "FRAMES", "--unseen": "UNSEEN"}
 
 Save = Callable[[Autoencoder, Mapping[str, Any]], None]
 """Writes weights with this decoder; metrics go into the manifest."""
@@ -238,7 +240,7 @@ def facts_of(
     gpu = torch.cuda.get_device_name() if pool.frames.is_cuda else "none"
     minutes = round(log.minutes, 2)
     return {
-        "command": "python -m training.train_decoder " + shlex.join(without_folders(sys.argv[1:])),
+        "command": "python -m training.train_decoder " + without_folders(FOLDERS, sys.argv[1:]),
         "data": before.get("data", "unknown"),
         "episodes": pool.count,
         "frames": pool.count * pool.frames.shape[1],
@@ -252,12 +254,6 @@ def facts_of(
     }
 
 
-def without_folders(argv: list[str]) -> list[str]:
-    """The arguments with words for the folders of this machine."""
-    words = {"--out": "OUT", "--weights": "WEIGHTS", "--episodes": "FRAMES", "--unseen": "UNSEEN"}
-    return [words.get(before, word) for before, word in zip(["", *argv], argv, strict=False)]
-
-
 def load_episodes(folder: Path, most: int, device: torch.device) -> FramePool:
     """The first episodes of a folder; all of the length of its first. UserError without any."""
     paths = sorted(folder.glob("episode-*.npz"))
@@ -267,8 +263,7 @@ def load_episodes(folder: Path, most: int, device: torch.device) -> FramePool:
     if shape[1:] != (HEIGHT, WIDTH, 3):
         raise UserError(f"{paths[0]} is no episode of frames {HEIGHT} x {WIDTH}; record it again")
     count = min(most, len(paths))
-    check_frames_fit(count, math.prod(shape), free_bytes(device))
-    check_episodes(folder, shape, all_must_fit=False)
+    check_frames_fit(count, math.prod(shape), free_bytes(device), "--count")
     pool = FramePool(folder, count, shape[0], device)
     if pool.load_new() == 0:
         raise UserError(f"no usable episode in {folder}{pool.problem}")
@@ -291,7 +286,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     transformer, autoencoder = load_models(manifest, device, dtype)
     unseen = load_folder(args.unseen, device)
     pool = load_episodes(args.episodes, args.count or plan.episodes, device)
-    check_lengths(pool, plan.drift, manifest.config.transformer.frames_per_chunk)
+    per_chunk = manifest.config.transformer.frames_per_chunk
+    check_lengths(pool, plan.drift)
+    need_frames(unseen[0], plan.check, per_chunk)
     log.event("start", budget=args.minutes, device=str(device), episodes=pool.count)
     steps = 0
 
