@@ -174,6 +174,7 @@ class SessionWriter:
             "block": block.index,
             "first_frame": block.first_frame,
             "frames": action_to_json(block.action),
+            "shown": len(block.lanes[0].frames),
         }
         if block.prompt is not None:
             line["prompt"] = block.prompt

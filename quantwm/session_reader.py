@@ -32,6 +32,7 @@ MAX_INFO_BYTES = 2**20
 MAX_LINES_BYTES = 64 * 2**20
 MAX_LANES = 16
 MAX_PROMPT = 4_000  # characters of a prompt that was switched to
+MAX_SHOWN = 4_096  # video frames of one chunk
 MAX_TITLE = 200
 DTYPES = ("bfloat16", "float32")
 
@@ -45,6 +46,7 @@ class Session:
     Attributes:
         complete: whether its writer closed it; a killed run can still be replayed.
         actions: of each generated chunk, in order.
+        shown: video frames of each chunk; 0 where an older session does not say.
         prompts: block -> the prompt that was switched to before it.
         notes: what a person should know, one line each: that another version made it.
         frame_hashes: per lane the sha256 of the raw frames of each chunk, in order.
@@ -57,6 +59,7 @@ class Session:
     frame_hashes: Mapping[str, tuple[str, ...]]
     prompts: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    shown: tuple[int, ...] = ()
 
     def video(self, lane: str) -> Path | None:
         """The lossless video of a lane, if the session has one."""
@@ -96,10 +99,10 @@ def load_session(folder: Path) -> Session:
         info = _read_info(document)
     except UserError as error:
         raise UserError(" ".join((str(error), *(f"({note})" for note in notes)))) from error
-    actions, prompts = _read_actions(folder / ACTIONS_FILE, info)
+    actions, prompts, shown = _read_actions(folder / ACTIONS_FILE, info)
     hashes = _read_hashes(folder / METRICS_FILE, info, len(actions))
     complete = document.get("complete") is True
-    return Session(folder, info, complete, actions, hashes, prompts, notes)
+    return Session(folder, info, complete, actions, hashes, prompts, notes, shown)
 
 
 def _other_version(version: int) -> str:
@@ -192,9 +195,13 @@ def _read_policy(value: Mapping[str, Any], lane: str, exact: bool) -> CachePolic
     return CachePolicy(**value)
 
 
-def _read_actions(path: Path, info: SessionInfo) -> tuple[tuple[ChunkAction, ...], dict[int, str]]:
+def _read_actions(
+    path: Path, info: SessionInfo
+) -> tuple[tuple[ChunkAction, ...], dict[int, str], tuple[int, ...]]:
+    """Actions, prompts and video frames, as `Session` has them."""
     actions: list[ChunkAction] = []
     prompts: dict[int, str] = {}
+    shown: list[int] = []
     lines = _read_text(path, MAX_LINES_BYTES).split("\n")
     for number, line in enumerate(lines, 1):
         if not line:
@@ -210,6 +217,12 @@ def _read_actions(path: Path, info: SessionInfo) -> tuple[tuple[ChunkAction, ...
                 f"{path.name} line {number} is not the action of block {len(actions) + 1}"
             )
         actions.append(action_from_json(entry.get("frames"), info.keys, info.frames_per_chunk))
+        frames = entry.get("shown", 0)
+        if not _is_list([frames], int) or not 0 <= frames <= MAX_SHOWN:
+            raise UserError(
+                f"{path.name} line {number}: shown is a number of frames to {MAX_SHOWN}"
+            )
+        shown.append(frames)
         if "prompt" in entry:
             if not isinstance(entry["prompt"], str) or len(entry["prompt"]) > MAX_PROMPT:
                 raise UserError(
@@ -218,7 +231,7 @@ def _read_actions(path: Path, info: SessionInfo) -> tuple[tuple[ChunkAction, ...
             prompts[len(actions)] = entry["prompt"]
         if len(actions) * info.frames_per_chunk > MAX_FRAMES + info.frames_per_chunk:
             raise UserError(f"{path.name} holds more than {MAX_FRAMES:,} latent frames")
-    return tuple(actions), prompts
+    return tuple(actions), prompts, tuple(shown)
 
 
 def _read_hashes(path: Path, info: SessionInfo, blocks: int) -> dict[str, tuple[str, ...]]:

@@ -272,3 +272,15 @@ def test_videos_of_any_origin_are_exact_on_the_screen(
     page.set_input_files('[data-in="files"]', [str(files[0])])
     until(lambda: "two to 4 videos" in page.inner_text(".message"), "one line")
     ready(page, "a.mkv | b.mkv")
+    page.hover(".panes canvas", position={"x": 40, "y": 40})
+    until(lambda: "in frame 3" in page.inner_text('[data-out="at"]'), "values under the pointer")
+    page.mouse.move(5, 5)
+    page.set_input_files('[data-in="files"]', [str(path) for path in reversed(files)])
+    ready(page, "b.mkv | a.mkv")
+    assert page.inner_text('[data-out="at"]') == page.inner_text('[data-out="loupe"]') == ""
+    page.evaluate("""() => document.body.dispatchEvent(new KeyboardEvent("keydown",
+        {key: "]", altKey: true, ctrlKey: true, bubbles: true}))""")
+    assert "loop 0 to 0" in page.inner_text('[data-out="frame"]'), "AltGr types the bracket"
+    page.evaluate("""() => document.body.dispatchEvent(new KeyboardEvent("keydown",
+        {key: ".", ctrlKey: true, bubbles: true}))""")
+    assert page.input_value('[data-in="frame"]') == "0", "Ctrl belongs to the browser"

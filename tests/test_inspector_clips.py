@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,28 @@ def test_a_recorded_session_opens_with_its_chunks(session: Path, tmp_path: Path)
     assert clip.info.lanes == LANES and clip.info.frames == 12 and clip.info.mode == "teacher"
     assert clip.info.borders == (0, 4, 8) and clip.info.keys == (("left",),) * 12
     assert read_bar_code(clip.read(0, 1)[0, 0]) == 16
+
+
+def test_chunks_of_a_cut_off_recording_lie_where_they_lay(session: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (session / "actions.ndjson").read_text().splitlines()]
+    assert [line["shown"] for line in lines] == [4, 4, 4]
+    lines[0]["shown"] = 3  # a first chunk that shows less than the others, as Wan's do
+
+    def opened() -> ClipInfo:
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (session / "actions.ndjson").write_text(text)
+        return sources.from_session(session, tmp_path / "clips", "Recorded").info
+
+    lines[2]["shown"] = 9  # its video holds five of them: the last ones were lost
+    assert opened().borders == (0, 3, 7) and len(opened().keys) == 12
+    for line in lines:
+        del line["shown"]  # an older session: equal chunks of whole latent frames
+    assert opened().borders == (0, 4, 8)
+    lines.append({**lines[-1], "block": 4})  # 12 frames in four chunks of four latent frames
+    assert opened().borders == () and opened().keys == ()
+    lines[0]["shown"] = 2**40
+    with pytest.raises(UserError, match="line 1: shown is a number of frames to 4096"):
+        opened()
 
 
 def test_other_weights_are_said_and_still_play(session: Path, tmp_path: Path, monkeypatch) -> None:

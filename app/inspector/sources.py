@@ -231,15 +231,29 @@ def _named(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Callable[[st
 
 def _chunks(session: Session | None, frames: int, cut: bool) -> dict[str, Any]:
     """Where a session's chunks begin and what was held; nothing where that cannot be told."""
-    chunks = len(session.actions) if session else 0
-    if session is None or cut or chunks == 0 or frames % chunks:
-        return {}
-    per = frames // chunks
-    keys = []
-    for action in session.actions:
+    shown = _shown(session, 0 if cut else frames) if session else ()
+    borders: list[int] = []
+    keys: list[tuple[str, ...]] = []
+    for count, action in zip(shown, session.actions if session else (), strict=False):
+        if len(keys) >= frames:
+            break
+        borders.append(len(keys))
         held = [tuple(sorted(names)) for names in action.frames]
-        keys += [held[frame * len(held) // per] for frame in range(per)]
-    return {"borders": tuple(range(0, frames, per)), "keys": tuple(keys)}
+        keys += [held[frame * len(held) // count] for frame in range(count)]
+    return {"borders": tuple(borders), "keys": tuple(keys[:frames])} if borders else {}
+
+
+def _shown(session: Session, frames: int) -> tuple[int, ...]:
+    """Video frames of every chunk; empty where that cannot be told.
+
+    An older session does not say it: equal chunks are taken if the frames of the whole session
+    make whole latent frames in each, as they do in worlds whose first chunk is like the others.
+    """
+    chunks = len(session.actions)
+    if chunks and all(session.shown):
+        return session.shown
+    per, rest = divmod(frames, chunks) if chunks else (0, 0)
+    return () if rest or not per or per % session.info.frames_per_chunk else (per,) * chunks
 
 
 def _session_notes(session: Session) -> tuple[str, ...]:

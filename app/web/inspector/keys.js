@@ -46,7 +46,10 @@ export function listen(does) {
   }
 
   document.addEventListener("keydown", (event) => {
-    if (!state.clip || event.ctrlKey || event.metaKey || event.altKey) return;
+    // Brackets and backslash are typed with Alt or AltGr on many keyboards, which Windows reports
+    // as Ctrl and Alt together.
+    const typed = event.altKey && "[]\\".includes(event.key) && event.key.length === 1;
+    if (!state.clip || event.metaKey || (!typed && (event.ctrlKey || event.altKey))) return;
     const at = event.target, ranged = at.matches("input[type=range]"), inPanes = at === $(".panes");
     if (at.matches("input[type=number], select, textarea")) return;
     const view = ["side", "wipe", "blink", "difference", "change"][Number(event.key) - 1];

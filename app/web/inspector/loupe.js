@@ -4,6 +4,13 @@ import { cut } from "./data.js";
 
 const SIDE = 9;
 
+// Another clip: what stood here was of the one before.
+export function emptyLoupe() {
+  out("at").textContent = "";
+  out("loupe").replaceChildren();
+  $(".loupe > .hint").hidden = false;
+}
+
 export function showLoupe(clip, lanes, x, y, frame) {
   out("at").textContent = x + ", " + y + " in frame " + frame;
   $(".loupe > .hint").hidden = true;

@@ -3,7 +3,7 @@ import { $, input, make, options, out, paintLanes, segments, title } from "./dom
 import { Clip, Server } from "./data.js";
 import { Panes } from "./panes.js";
 import { listen } from "./keys.js";
-import { showLoupe } from "./loupe.js";
+import { emptyLoupe, showLoupe } from "./loupe.js";
 import { Curves } from "./curves.js";
 import { Slices } from "./slices.js";
 import { Tokens } from "./tokens.js";
@@ -39,8 +39,10 @@ const panes = new Panes($(".panes"), {
 const curves = new Curves((frame) => seek(frame));
 const slices = new Slices((frame) => seek(frame));
 const tokens = new Tokens(server, panes, async () => {
+  const cross = state.cross;
   await open(server.post("open", { source: "live" }));
   seek(state.clip.frames - 1);
+  if (cross) point(...cross); // the patch that is asked for stays marked
 });
 const setView = segments("view", VIEWS, (view) => { state.view = view; arrange(); });
 const setTool = segments("tool", TOOLS, (tool) => choose(tool));
@@ -65,6 +67,7 @@ async function open(work, what = "Opening the frames") {
     Object.assign(state, { frame: reply.info.live ? reply.info.frames - 1 : 0, loop: null, cross: null });
     panes.forget();
     panes.box = null;
+    emptyLoupe();
     $("main").hidden = false;
     out("empty").hidden = true;
     const info = reply.info;
@@ -142,6 +145,7 @@ function draw() {
   if (!clip) return;
   const t = state.frame;
   const at = (lane, when = t) => clip.frame(lane, Math.max(when, 0));
+  panes.frame = t;
   out("gain").textContent = gain() + "\u00d7";
   input("gain").setAttribute("aria-valuetext", gain() + " times");
   out("view-help").textContent = HELP[state.view]();

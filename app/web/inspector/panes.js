@@ -97,9 +97,10 @@ export class Panes {
       this.stroke(context, [[x - half, y - half], [x + half, y - half], [x + half, y + half], [x - half, y + half],
         [x - half, y - half]]);
     }
-    if (this.box) {
-      const [x, y] = at(this.box[0] - 0.5, this.box[1] - 0.5);
-      const wide = this.box[2] * scale, high = this.box[3] * scale;
+    if (this.box && this.box.frame === this.frame) { // the patch that was asked for, in its frame
+      const [left, top, across, down] = this.box.place;
+      const [x, y] = at(left - 0.5, top - 0.5);
+      const wide = across * scale, high = down * scale;
       this.stroke(context, [[x, y], [x + wide, y], [x + wide, y + high], [x, y + high], [x, y]]);
     }
   }

@@ -27,7 +27,7 @@ export class Tokens {
       this.reply = reply;
       $(".layer").hidden = false;
       options(input("layer"), reply.layers.map((layer) => [String(layer.layer), String(layer.layer)]));
-      this.panes.box = reply.patch;
+      this.panes.box = { frame, place: reply.patch };
       this.panes.draw();
       this.draw();
     } catch (error) {
