@@ -174,13 +174,16 @@ def add_switches(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--episodes", type=int, help="of training, 18.9 MB of memory each")
 
 
-def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
-    """The plan as the switches change it. UserError for a value that makes no sense."""
-    of_training = (
-        "sampler_share", "context_noise", "revisits", "short_chance", "gaps", "invented",
-        "returned", "faded",
-    )  # fmt: skip
-    for name in ("ae_share", "own", "rolled", "pieces", "adversarial", "edges", *of_training):
+OF_TRAINING = (
+    "sampler_share", "context_noise", "revisits", "short_chance", "gaps", "invented", "returned",
+    "faded",
+)  # fmt: skip
+"""Switches that are fields of `TransformerTraining`."""
+
+
+def check_switches(args: argparse.Namespace) -> None:
+    """UserError for a share or a rate that makes no sense."""
+    for name in ("ae_share", "own", "rolled", "pieces", "adversarial", "edges", *OF_TRAINING):
         value, most = getattr(args, name), 10 if name in ("adversarial", "returned") else 1
         if value is not None and not 0 <= value <= most:
             raise UserError(f"--{name.replace('_', '-')} must be 0 to {most}, got {value}")
@@ -190,12 +193,17 @@ def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
             raise UserError(
                 f"--{name.replace('_', '-')} must be above 0 and at most 1, got {value}"
             )
+
+
+def apply_switches(plan: RunPlan, args: argparse.Namespace) -> RunPlan:
+    """The plan as the switches change it. UserError for a value that makes no sense."""
+    check_switches(args)
     decoder = plan.decoder_minutes if args.decoder_minutes is None else args.decoder_minutes
     need_between("--decoder-minutes", decoder, 0, 0.8 * args.minutes)
     episodes = plan.episodes if args.episodes is None else args.episodes
     need_between("--episodes", episodes, plan.first_episodes, 100_000)
     training = plan.transformer
-    for name in ("muon_lr", *of_training):
+    for name in ("muon_lr", *OF_TRAINING):
         if getattr(args, name) is not None:
             training = replace(training, **{name: getattr(args, name)})
     stages = [

@@ -144,6 +144,14 @@ def run(arguments: argparse.Namespace) -> int:
                 writer.write(block)
                 progress(_progress_line(number_, len(actions), block))
             progress_done()
+    _tell(arguments, recorder, writer)
+    return 0
+
+
+def _tell(
+    arguments: argparse.Namespace, recorder: TensorRecorder | None, writer: SessionWriter
+) -> None:
+    """What was recorded and measured."""
     if recorder is not None:
         recorder.save(arguments.record_tensors)
         say(f"recorded {recorder.tokens:,} tokens to {arguments.record_tensors}")
@@ -155,13 +163,12 @@ def run(arguments: argparse.Namespace) -> int:
             "frames": writer.totals.frames,
             "lanes": [lane.to_json() for lane in writer.totals.lanes.values()],
             "fps": writer.totals.fps,
-            "device": info.device,
-            "kernels": info.kernels,
-            "session": str(folder),
-            "weights_sha256": info.weights_sha256,
+            "device": writer.info.device,
+            "kernels": writer.info.kernels,
+            "session": str(writer.folder),
+            "weights_sha256": writer.info.weights_sha256,
         }
     )
-    return 0
 
 
 def _take_script(arguments: argparse.Namespace) -> None:
