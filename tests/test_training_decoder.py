@@ -43,7 +43,7 @@ from training.picture_critic import (
     phase_strengths,
 )
 from training.plans import QUICK_WORLD
-from training.report import one_run
+from training.report import one_run, switches
 from training.train_decoder import main, parse, run, schedule
 
 SMALL = PictureCriticConfig(widths=(8, 16, 16))
@@ -250,6 +250,10 @@ def test_the_stage_changes_pictures_and_nothing_else(toy, tmp_path, monkeypatch)
     assert {"before", "free_energy", "autoencoder_psnr", "best_step"} <= set(facts["metrics"])
     told = "\n".join(one_run(after))
     assert f"{facts['steps']} steps, energy of free frames" in told and "| transformer" not in told
+    assert "2 unseen maps, 2 steps, 16 free frames:" in told and "* `an earlier run`" in told
+    was, now = (where["free_energy"] for where in (facts["metrics"]["before"], facts["metrics"]))
+    assert f"over the truth's | {was} to {now} |" in told
+    assert switches(facts["command"]) == "`decoder alone --quick --device cpu --seed 3`"
     models = [load_models(m, torch.device("cpu"), torch.float32) for m in (before, after)]
     for old, new in zip(*models, strict=True):
         theirs = new.state_dict()

@@ -80,6 +80,13 @@ class DecoderCheck:
         late = self.truth[:, max(self._start, length - LATE) :]
         self._late_energy = _mean([_energy(clip) for clip in late])
 
+    @property
+    def amount(self) -> dict[str, int]:
+        """How much is measured, by the names of `training.evaluate`."""
+        episodes, length = self.truth.shape[:2]
+        free = length - self._start
+        return {"episodes": episodes, "rollout_frames": free, "steps": self._config.steps}
+
     @torch.no_grad()
     def _roll(
         self, model: Transformer, autoencoder: Autoencoder, frames: torch.Tensor,

@@ -26,6 +26,10 @@ WORDS = {
     "free_all_psnr": "free running, all frames, dB",
     "free_sharpness": "edges of the last 16 free frames over the truth's",
     "free_energy": "squared gradients of all free frames over the truth's",
+    "free_energy_late": "the same of the last 64",
+    "free_change": "change from frame to frame over the truth's",
+    "still_change": "change a frame while no key is held, grey levels",
+    "free_grid": "unevenness of gradients at the latents' grid",
     "free_contrast": "contrast of all free frames over the truth's",
     "follows_keys": "free chunks that turn and step as the keys say, share",
     "follows_keys_late": "the same in the second half of the free frames",
@@ -46,17 +50,18 @@ SHORT = {
     "free_colour": "colour",
 }
 NOT_TOLD = {"--out", "--work", "--processes", "--weights", "--plan", "--minutes", "--teacher"}
+NOT_TOLD_OF_DECODER = NOT_TOLD | {"--episodes", "--unseen", "--count"}
+"""Of `train_decoder`, whose --episodes is a folder; a run's is a number, an ingredient."""
 
 
 def one_run(manifest: Manifest) -> list[str]:
     """Stages and measures of one run."""
     facts: Mapping[str, Any] = manifest.training
     metrics, hardware = facts["metrics"], facts["hardware"]
-    minutes = facts["minutes"]
     lines = [
         f"Weights {manifest.sha256[:12]}, {manifest.bytes_total / 1e6:.1f} MB. {hardware['gpu']}, "
         f"{hardware['cpu_cores']} CPU cores, torch {facts['versions']['torch']}, "
-        f"seed {facts['seed']}, {minutes['total']} minutes.",
+        f"seed {facts['seed']}, {facts['minutes']['total']} minutes.",
         "",
         "```",
         str(facts["command"]),
@@ -64,37 +69,76 @@ def one_run(manifest: Manifest) -> list[str]:
         "",
         "| stage | minutes | |",
         "|---|---|---|",
-        f"| first frames | {minutes.get('first_frames', '-')} | of {facts['frames']:,} |",
-        f"| autoencoder | {minutes.get('autoencoder', '-')} | "
-        f"{metrics.get('autoencoder_steps', 0):,} steps |",
-        f"| frames to latents | {minutes.get('encode', '-')} | |",
-        *last_rows(minutes, metrics, f"{facts['steps']:,} steps"),
+        *stage_rows(facts),
         "",
-        f"{metrics.get('episodes', '-')} unseen maps, {metrics.get('steps', '-')} steps, "
-        f"{metrics.get('rollout_frames', '-')} free frames:",
+        measured_on(metrics),
         "",
         "| | |",
         "|---|---|",
     ]
-    lines += [f"| {words} | {metrics[name]} |" for name, words in WORDS.items() if name in metrics]
-    return lines
-
-
-def last_rows(minutes: Mapping[str, Any], metrics: Mapping[str, Any], steps: str) -> list[str]:
-    """The transformer, and the decoder's own stage where the run had one; `train_decoder` has that
-    alone, and the steps are its own."""
-    alone = "before" in metrics
-    transformer = f"| transformer | {minutes.get('transformer', '-')} | {steps} |"
-    if "decoder" not in minutes:
-        return [transformer]
-    found = metrics if alone else metrics["decoder"]
-    before, own = found["before"], f"{steps}, " if alone else ""
-    return [
-        *([] if alone else [transformer]),
-        f"| decoder on rollouts | {minutes['decoder']} | {own}energy of free frames "
-        f"{before['free_energy']} to {found['free_energy']} of the truth's, autoencoder "
-        f"{before['autoencoder_psnr']} to {found['autoencoder_psnr']} dB |",
+    lines += [
+        f"| {words} | {was_and_is(metrics, name)} |"
+        for name, words in WORDS.items()
+        if name in metrics
     ]
+    return [*lines, *earlier_runs(facts)]
+
+
+def stage_rows(facts: Mapping[str, Any]) -> list[str]:
+    """Stages and their minutes; `train_decoder` has its own alone, and the steps are the
+    decoder's."""
+    metrics, minutes = facts["metrics"], facts["minutes"]
+    steps = f"{facts['steps']:,} steps"
+    if "before" in metrics:
+        what = f"{facts['frames']:,} frames, {steps}, {grown(metrics)}"
+        return [f"| decoder on rollouts | {minutes['decoder']} | {what} |"]
+    rows = [
+        f"| first frames | {minutes.get('first_frames', '-')} | of {facts['frames']:,} |",
+        f"| autoencoder | {minutes.get('autoencoder', '-')} | "
+        f"{metrics.get('autoencoder_steps', 0):,} steps |",
+        f"| frames to latents | {minutes.get('encode', '-')} | |",
+        f"| transformer | {minutes.get('transformer', '-')} | {steps} |",
+    ]
+    if "decoder" in minutes:
+        what = grown(metrics["decoder"])
+        rows.append(f"| decoder on rollouts | {minutes['decoder']} | {what} |")
+    return rows
+
+
+def grown(found: Mapping[str, Any]) -> str:
+    """What the decoder's own stage did."""
+    before = found["before"]
+    return (
+        f"energy of free frames {before['free_energy']} to {found['free_energy']} of the truth's, "
+        f"autoencoder {before['autoencoder_psnr']} to {found['autoencoder_psnr']} dB"
+    )
+
+
+def measured_on(metrics: Mapping[str, Any]) -> str:
+    """How much was measured; the first manifests of the decoder's stage do not say."""
+    if "episodes" not in metrics:
+        return "On unseen maps:"
+    return (
+        f"{metrics['episodes']} unseen maps, {metrics.get('steps', '-')} steps, "
+        f"{metrics.get('rollout_frames', '-')} free frames:"
+    )
+
+
+def was_and_is(metrics: Mapping[str, Any], name: str) -> str:
+    """A measure, after the one before the decoder's stage where that was all."""
+    before = metrics.get("before", {})
+    return f"{before[name]} to {metrics[name]}" if name in before else str(metrics[name])
+
+
+def earlier_runs(facts: Mapping[str, Any]) -> list[str]:
+    """The runs that these weights went on from, the newest first; a mean of two ends the line."""
+    lines: list[str] = []
+    earlier = facts.get("continued_from")
+    while earlier:
+        of = f" ({earlier['minutes']['total']} minutes)" if "minutes" in earlier else ""
+        lines.append(f"* `{earlier['command']}`{of}")
+        earlier = earlier.get("continued_from")
+    return ["", "Went on from, the newest first:", "", *lines] if lines else []
 
 
 def several_runs(manifests: list[Manifest]) -> list[str]:
@@ -113,10 +157,13 @@ def several_runs(manifests: list[Manifest]) -> list[str]:
 
 def switches(command: str) -> str:
     """What a command says about ingredients; folders, sizes and minutes are left out."""
-    kept, skip = [], False
-    for word in command.split()[3:]:
+    words = command.split()
+    decoder = words[2:3] == ["training.train_decoder"]
+    hidden = NOT_TOLD_OF_DECODER if decoder else NOT_TOLD
+    kept, skip = ["decoder alone"] if decoder else [], False
+    for word in words[3:]:
         if word.startswith("--"):
-            skip = word.split("=")[0] in NOT_TOLD
+            skip = word.split("=")[0] in hidden
         if not skip:
             kept.append(word)
     return "`" + " ".join(kept) + "`" if kept else "none"

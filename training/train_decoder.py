@@ -116,7 +116,9 @@ class Best:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        return {**self.found, "best_step": self.step, "before": self.before}
+        return {
+            **self.found, **self._check.amount, "best_step": self.step, "before": self.before,
+        }  # fmt: skip
 
 
 def train_decoder(
