@@ -205,7 +205,7 @@ def check_subspace(device: torch.device) -> None:
 
 def check_beside(device: torch.device) -> None:
     """Encoding on a stream of its own changes no bit, nor does launching a reading again."""
-    for method in ("bf16", "qvg", "quantwm"):
+    for method in ("bf16", "qvg", "qvg-pro", "quantwm"):
         agree_replays(method, device)
     for method in ("qvg", "quantwm", "quantwm:half-measures", *BASELINES):
         agree_beside(method, device)

@@ -1,5 +1,4 @@
-"""In which order the report's rollouts begin, so that what the end of the time cuts off is the
-least wanted."""
+"""In which order the report's rollouts begin: what the end of the time cuts off is least wanted."""
 
 from __future__ import annotations
 
