@@ -63,12 +63,12 @@ def rollout_jobs(world: World, scale: Scale) -> list[Job]:
     flicker = standing_units(world, scale)
     return [
         *_jobs(world, "main", units, measured, scale.chunks, scale.contact_sheets),
-        *_jobs(world, "short", units, (*compared, *ROLES, *ABLATION), scale.short_chunks),
+        *_jobs(world, "short", units, (*compared, *ROLES, *ABLATION), scale.short_chunks, 1),
         *_jobs(world, "still", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "turn", flicker, few, scale.flicker_chunks, 1),
         *_jobs(world, "minute", units[: scale.minute_scenes], few, scale.minute_chunks),
         *_jobs(world, "taught", units, measured, scale.taught, mode="teacher"),
-        *_jobs(world, "sweep", units[: scale.sweep_scenes], swept, scale.sweep_chunks),
+        *_jobs(world, "sweep", units[: scale.sweep_scenes], swept, scale.sweep_chunks, 1),
         *_larger_jobs(world, units, measured, scale),
     ]
 

@@ -14,8 +14,9 @@ from quantwm.report.attention import LayerErrors
 from quantwm.report.jobs import REFERENCE, JobResult
 from quantwm.report.latency import latency_of
 from quantwm.report.numbers import Figure, bytes_of, figure, paired, psnr_of, series_of
+from quantwm.report.pictures import sheets_of
 from quantwm.report.plan import LARGER
-from quantwm.report.variants import ABLATION, ALL, LANES, ROLES, SWEEPS, known
+from quantwm.report.variants import ABLATION, LANES, ROLES, SWEEPS, known
 from quantwm.worlds.base import World
 
 Document = dict[str, Any]
@@ -58,7 +59,7 @@ def results_of(world: World, about: Document, found: Found, episodes: Sequence[E
         ),
         "resolutions": [list(size) for size in (world.spec.video_size, *world.spec.resolutions)],
     }
-    return Results(document, _pictures(results))
+    return Results(document, sheets_of(results, episodes))
 
 
 def _attention(recordings: Sequence[Mapping[str, Mapping[int, LayerErrors]]]) -> Document:
@@ -133,7 +134,14 @@ def _short(results: Sequence[JobResult], variants: Sequence[Any], published: str
     return {
         "frames": frames,
         "scenes": len(rows["quantwm"]),
-        "rows": {name: _quality(series, part) for name, series in rows.items() if series},
+        "rows": {
+            name: {
+                **_quality(series, part),
+                "curve": numbers.curve_of(series, "psnr")[part],
+            }
+            for name, series in rows.items()
+            if series
+        },
         "paired": {
             name: paired(rows[published], series, lambda s: psnr_of(s, part))
             for name, series in rows.items()
@@ -241,13 +249,3 @@ def _larger(results: Sequence[JobResult], fps: float) -> Document:
         },
         "over_qvg": paired(ours, theirs, lambda s: psnr_of(s, early)),
     }
-
-
-def _pictures(results: Sequence[JobResult]) -> dict[str, list[tuple[str, np.ndarray]]]:
-    """Contact sheets: of each experiment's kept rollouts one, a row a lane."""
-    sheets: dict[str, list[tuple[str, np.ndarray]]] = {}
-    for result in results:
-        if result.frames and not result.job.experiment.startswith("revisit-"):
-            name = f"{result.job.experiment}: {result.job.label}"
-            sheets[name] = [(ALL[lane].title, f) for lane, f in result.frames.items()]
-    return sheets

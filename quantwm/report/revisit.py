@@ -96,7 +96,7 @@ def recall(
     scores: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for result in results:
         episode = episodes[int(result.job.label)]
-        truth = _truth(episode, len(result.job.actions) * world.spec.cache.frames_per_chunk)
+        truth = truth_of(episode, result.job)
         if truth is None:
             continue
         history = result.job.experiment.removeprefix("revisit-")
@@ -123,10 +123,10 @@ def _stop(episode: Episode) -> int:
     return episode.length
 
 
-def _truth(episode: Episode, generated: int) -> np.ndarray | None:
-    """The true frames of the end, uint8 [n, H, W, 3]; None when none of them is stored."""
+def truth_of(episode: Episode, job: Job) -> np.ndarray | None:
+    """The true frames of a rollout's end, uint8 [n, H, W, 3]; None when none of them is stored."""
     stop = _stop(episode)
-    if stop != episode.context + generated:
+    if stop != episode.context + sum(len(action.frames) for action in job.actions):
         return None  # the last chunk was filled up: it does not end where the truth does
     index = [i for i in range(stop - SHOWN, stop) if episode.has(i)]
     return episode.clip(index[0], index[-1] + 1) if index else None

@@ -18,7 +18,10 @@ from quantwm.session import write_atomically
 
 FILES = ("report.html", "results.json", "evidence.md")
 
-SHEETS = {"main": 1, "still": 5, "turn": 5, "minute": 7, "larger": 7}
+SHEETS = {
+    "roles": 0, "main": 1, "ablation": 3, "sweep": 4, "still": 5, "turn": 5, "revisit": 6,
+    "minute": 7, "larger": 7,
+}  # fmt: skip
 """Experiment -> index of the section that shows its contact sheets."""
 
 

@@ -20,6 +20,8 @@ from quantwm.report.document import (
     plain,
 )
 from quantwm.report.numbers import Figure, figure
+from quantwm.report.revisit import TASKS
+from quantwm.report.sections.curves import over_stretches, recall
 from quantwm.report.variants import title_of
 
 CLIPS = {"still": "Standing still", "turn": "A slow turn"}
@@ -27,6 +29,8 @@ CLIPS = {"still": "Standing still", "turn": "A slow turn"}
 SCORE_STEP = 0.01
 """A score that changes by less than 1% of itself "hardly moves": the paper's VBench averages of
 QVG and BF16 differ by 0.1 to 2.2%."""
+
+REMEMBERS = "the world remembers what it saw"
 
 AS_WELL = 0.5
 """dB that a cache may lose and still count as remembering as well: a convention of this report."""
@@ -129,6 +133,11 @@ def revisits(numbers: Mapping[str, Any]) -> Section:
             "-m training.truth --out DIR makes the embedded world's; give DIR to the report with "
             "--truth."
         )
+        missing = "there were no truth episodes to compare with"
+        section.verdicts += [
+            Verdict(f"{task.split(':')[0]}: {REMEMBERS}", "not measured", missing)
+            for task in TASKS.values()
+        ]
         return section
     rows = [["task", "history", "lane", "episodes", "PSNR to truth, dB", "feature cosine to truth"]]
     for row in numbers["revisit"]:
@@ -147,6 +156,7 @@ def revisits(numbers: Mapping[str, Any]) -> Section:
         "Paper: CMBench's own scores are 0.680 with the full cache and 0.670 with 85% of it pruned "
         "(DINOv2 cosine, LingBot-v2); QuantWM does not report revisits."
     )
+    section.plots += recall(numbers["revisit"])
     section.verdicts += _recall_verdicts(numbers["revisit"])
     return section
 
@@ -158,7 +168,7 @@ def _recall_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         whole, short = (found.get((task, h, "bf16")) for h in ("whole", "short"))
         packed = found.get((task, "whole", "quantwm"))
         name = task.split(":")[0]
-        claim = f"{name}: the world remembers what it saw"
+        claim = f"{name}: {REMEMBERS}"
         if whole and short:
             verdicts.append(
                 judge(claim, _less(whole, short), "dB", "BF16's PSNR less that of a short history")
@@ -198,15 +208,16 @@ def minute(numbers: Mapping[str, Any]) -> Section:
     )
     stretches = next(iter(found["lanes"].values()))["stretches"] if found["lanes"] else []
     labels = ["{}-{} s".format(*s["seconds"]) for s in stretches]
-    for key, title, digits in (
-        ("sharpness", "Sharpness (gradient energy)", 0),
-        ("temporal", "Change a frame, grey levels", 2),
-        ("consistency", "Consistency (autoencoder features)", 3),
+    for key, name, unit, digits in (
+        ("sharpness", "Sharpness", "gradient energy", 0),
+        ("temporal", "Change a frame", "grey levels", 2),
+        ("consistency", "Consistency", "autoencoder features", 3),
     ):
         rows = [["lane", *labels]]
-        for name, lane in found["lanes"].items():
-            rows.append([title_of(name), *(cell(s[key], digits) for s in lane["stretches"])])
-        section.tables.append(Table(title, rows))
+        for lane_name, lane in found["lanes"].items():
+            rows.append([title_of(lane_name), *(cell(s[key], digits) for s in lane["stretches"])])
+        section.tables.append(Table(f"{name} ({unit})", rows))
+        section.plots += over_stretches(found["lanes"], key, name, unit)
     rows = [["lane", "consistency, whole", "KV bytes at the end", "paper: mean VBench average"]]
     for name, lane in found["lanes"].items():
         theirs = plain(paper.mean(paper.TABLE_8, name), 4)
