@@ -311,9 +311,10 @@ def test_a_whole_report_in_its_least_form(tmp_path, capsys):
     assert status == 0 and len(document["claims"]) >= 15
     html = (out / "report.html").read_text()
     for number in range(1, 9):
-        assert f"<h2>{number}. " in html
+        assert f'<section id="part{number - 1}"><h2>{number}. ' in html
+    assert set(re.findall(r'<a href="#part(\d)">', html)) >= set("01234")
     assert "http://" not in html and "https://" not in html and "<script" not in html
-    assert html.count("data:image/png") == 4 and "prefers-color-scheme:dark" in html
+    assert html.count("data:image/png") == 7 and "prefers-color-scheme:dark" in html
     found = json.loads((out / "results.json").read_text())
     assert set(found["fidelity"]["lanes"]) == {v.name for v in known(LANES)}
     assert set(found["sweep"]["rows"]) == {"quantwm", *(v.name for v in known(SWEEPS))}

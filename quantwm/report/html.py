@@ -40,29 +40,29 @@ td{white-space:nowrap}td.words{white-space:normal;min-width:12ch}
 td small{display:block;font-size:12px;color:var(--soft)}
 th:first-child{position:sticky;left:0}tbody th{font-weight:400;max-width:44ch}
 tbody tr:nth-child(even)>*{background:var(--band)}
-@media(max-width:640px){body{padding:16px 14px 60px}tbody th{min-width:28vw;max-width:40vw}}
 .verdict{border-left:4px solid var(--mark);padding:4px 0 4px 14px;margin:14px 0;max-width:80ch}
-.verdict b{color:var(--mark)}.yes{--mark:var(--yes)}.no{--mark:var(--no)}.open{--mark:var(--open)}
+.verdict b,td.word{color:var(--mark);font-weight:600}td a{color:inherit}
+.yes{--mark:var(--yes)}.no{--mark:var(--no)}.open{--mark:var(--open)}
 .none{--mark:var(--none)}
 svg{width:100%;max-width:760px;height:auto;margin:14px 0}svg text{font:12px system-ui,sans-serif;
 fill:var(--soft)}svg text.head{fill:var(--ink);font-weight:600}svg .end{text-anchor:end}
 svg .mid{text-anchor:middle}svg line{stroke:var(--line)}
 figure{margin:18px 0}figcaption{color:var(--soft);font-size:14px;margin-bottom:6px}
 figure img{max-width:100%;image-rendering:pixelated}
+@media(max-width:640px){body{padding:16px 14px 60px}tbody th{min-width:28vw;max-width:40vw}
+svg{min-width:600px}figure img{max-width:none;width:760px;image-rendering:auto}}
 """
 
 
 def to_html(numbers: Mapping[str, Any], sections: Sequence[Section]) -> str:
     """The whole file."""
     about = numbers["report"]
-    verdicts = [v for section in sections for v in section.verdicts]
-    rows = [["claim of the paper", "here"], *([v.claim, v.word] for v in verdicts)]
     body = [
         f"<h1>QuantWM: the paper's evidence on {escape(world_name(about))}</h1>",
         f"<p>{escape(about_line(about))}</p>",
         f'<p class="soft">{escape(how_line(about))}</p>',
-        _table(Table("Claims and whether they hold here", rows)),
-        *(_section(section) for section in sections),
+        _claims(sections),
+        *(f'<section id="part{n}">{_section(part)}</section>' for n, part in enumerate(sections)),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -137,7 +137,7 @@ def _section(section: Section) -> str:
             *(f"<p>{escape(text)}</p>" for text in section.text if text),
             *(_verdict(verdict) for verdict in section.verdicts),
             *(_table(table) for table in section.tables),
-            *(to_svg(plot) for plot in section.plots),
+            *(f'<div class="wide">{svg}</div>' for svg in map(to_svg, section.plots) if svg),
             *(_figure(sheet) for sheet in section.sheets),
         ]
     )
@@ -150,15 +150,37 @@ def _verdict(verdict: Verdict) -> str:
     )
 
 
-def _table(table: Table) -> str:
-    """A table in a box that scrolls sideways where the window is narrow; its first column stays."""
-    head, *rows = table.rows
-    cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+def _claims(sections: Sequence[Section]) -> str:
+    """Every claim with its verdict, coloured as in the section that says why, and a link there."""
+    found = [(place, v) for place, section in enumerate(sections) for v in section.verdicts]
     lines = [
-        f'<tr><th scope="row">{escape(str(first))}</th>{"".join(map(_cell, others))}</tr>'
-        for first, *others in rows
+        [
+            escape(v.claim),
+            f'<td class="word {MARKS[v.word]}">{escape(v.word)}</td>'
+            f'<td class="words"><a href="#part{place}">{escape(sections[place].title)}</a></td>',
+        ]
+        for place, v in found
     ]
-    caption = escape(table.caption)
+    return _box("Claims and whether they hold here", ["claim of the paper", "here", "why"], lines)
+
+
+def _table(table: Table) -> str:
+    head, *rows = table.rows
+    return _box(
+        table.caption,
+        head,
+        [[escape(str(first)), "".join(map(_cell, others))] for first, *others in rows],
+    )
+
+
+def _box(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in a box that scrolls sideways where the window is narrow; its first column stays.
+
+    rows: the first cell's HTML without its tag, and that of the others with theirs.
+    """
+    cells = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
+    lines = [f'<tr><th scope="row">{first}</th>{others}</tr>' for first, others in rows]
+    caption = escape(title)
     return (
         f'<p class="caption">{caption}</p><div class="wide" role="region" tabindex="0" '
         f'aria-label="{caption}"><table aria-label="{caption}">'
@@ -182,7 +204,8 @@ def _figure(sheet: Sheet) -> str:
     names = ", ".join(name for name, _ in sheet.rows)
     return (
         f"<figure><figcaption>{escape(sheet.title)}; rows: {escape(names)}</figcaption>"
-        f'<img alt="{escape(sheet.title)}" src="data:image/png;base64,{data}"></figure>'
+        f'<div class="wide"><img alt="{escape(sheet.title)}" src="data:image/png;base64,{data}">'
+        "</div></figure>"
     )
 
 

@@ -10,9 +10,10 @@ from quantwm.report.document import Plot
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 150, 28, 40
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7a5cc0")
-"""Okabe and Ito's, which colour-blind readers can tell apart, two of them darker."""
-DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 2", "12 4", "1 4")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#8f6fd6")
+"""Okabe and Ito's, which colour-blind readers can tell apart, two of them darker; the last has a
+contrast of 3.9 to the light page and 4.7 to the dark one."""
+DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 2", "12 4", "9 2 2 2 2 2")
 
 
 def to_svg(plot: Plot) -> str:
