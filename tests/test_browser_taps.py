@@ -73,6 +73,13 @@ def test_the_mouse_looks_around_while_its_button_is_down(open_page, server) -> N
     until(lambda: keys_now(server) == frozenset(), "moving alone looks nowhere")
 
 
+def test_the_page_says_that_dragging_looks_around_where_it_does(open_page) -> None:
+    words = '[data-out="veil-text"]'
+    assert "or drag to look around" in open_page().inner_text(words)
+    phone = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    assert "arrow keys. Every cache" in phone.inner_text(words)
+
+
 def test_a_drag_ends_with_its_own_button_and_with_the_focus(open_page, server) -> None:
     page = open_page()
     drive(page)

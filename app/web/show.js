@@ -27,8 +27,10 @@ function refresh() {
   status();
 }
 
+// A finger on the pictures scrolls the page.
+const DRAGS = matchMedia("(pointer: fine)").matches ? ", or drag to look around" : "";
 const VEILS = {
-  idle: () => ["Walk through a dreamed world", "Hold W A S D or the arrow keys. Every cache gets " +
+  idle: () => ["Walk through a dreamed world", "Hold W A S D or the arrow keys" + DRAGS + ". Every cache gets " +
     "the same keys and the same noise; what differs is how it remembers.", "Drive"],
   joining: () => ["One moment", "Asking for the world.", ""],
   queued: () => ["You are number " + state.place + " in line",
