@@ -13,7 +13,8 @@ from quantwm.report.pictures import sheets_of
 from quantwm.report.revisit import FULL_TURN, SHOWN, recall, revisit_jobs
 from quantwm.report.sections import curves
 from quantwm.report.sections.attention import _fewer, _keys_matter
-from quantwm.report.sections.fidelity import _cost_verdicts
+from quantwm.report.sections.fidelity import _cost_verdicts, _ratio_verdict
+from quantwm.report.sections.flicker import revisits
 from quantwm.report.variants import ALL
 from quantwm.report.writer import SHEETS
 
@@ -130,3 +131,18 @@ def test_a_cpu_says_nothing_of_latency_on_gpus(device: str, word: str) -> None:
     lane = {"overhead": figure(0.3, 0.2, 0.4), "ms": 15.0}
     found = {"report": {"device": device}, "sweep": {"rows": {}}, "latency": {"quantwm": lane}}
     assert _cost_verdicts(found)[0].word == word
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ratio", "word"),
+    [(4992, 5.4, "does not hold"), (4992, 6.3, "holds"), (1728, 5.1, "undecided")],
+)
+def test_a_ratio_is_decided_once_a_span_is_full(tokens: int, ratio: float, word: str) -> None:
+    lane = {"tokens": tokens, "ratio": ratio, "resident_ratio": ratio}
+    assert _ratio_verdict({"lanes": {"quantwm": lane}}, 3072).word == word
+
+
+@pytest.mark.parametrize(("planned", "line"), [({}, "no truth"), ({"revisit-whole": 1}, "time")])
+def test_why_there_is_no_recall_is_said(planned: dict, line: str) -> None:
+    section = revisits({"revisit": [], "report": {"planned": planned}})
+    assert line in section.text[-1] and {v.word for v in section.verdicts} == {"not measured"}

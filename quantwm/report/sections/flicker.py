@@ -128,12 +128,15 @@ def revisits(numbers: Mapping[str, Any]) -> Section:
         ],
     )
     if not numbers["revisit"]:
+        planned = any(name.startswith("revisit-") for name in numbers["report"]["planned"])
         section.text.append(
-            "Not measured here: no truth episodes of this world's picture size were found. python "
-            "-m training.truth --out DIR makes the embedded world's; give DIR to the report with "
-            "--truth."
+            "Not measured here: the time was over before a rollout of it was through."
+            if planned
+            else "Not measured here: no truth episodes of this world's picture size were found. "
+            "python -m training.truth --out DIR makes the embedded world's; give DIR to the report "
+            "with --truth."
         )
-        missing = "there were no truth episodes to compare with"
+        missing = "no rollout was through" if planned else "there were no truth episodes"
         section.verdicts += [
             Verdict(f"{task.split(':')[0]}: {REMEMBERS}", "not measured", missing)
             for task in TASKS.values()
