@@ -23,7 +23,7 @@ from quantwm.report.html import _cell, _section, to_png
 from quantwm.report.jobs import Job, LaneSeries, run_job, script
 from quantwm.report.one_role import OneRoleFormat
 from quantwm.report.plan import recording_jobs, rollout_jobs, units_of
-from quantwm.report.plots import to_svg
+from quantwm.report.plots import _styles, to_svg
 from quantwm.report.pool import Failure, Workers, WorldSource, task_of
 from quantwm.report.results import _fidelity
 from quantwm.report.scale import PRESETS, SCRIPTS
@@ -300,6 +300,8 @@ def test_plots_and_sheets():
     svg = to_svg(Plot("T <1>", "s", "dB", [0, 1, 2], {"a": [1, None, 3], "b": [2, 2, 2]}))
     assert svg.count("<polyline") == 5 and "T &lt;1&gt;, dB" in svg
     assert to_svg(Plot("T", "s", "dB", [], {})) == ""
+    few, many = (_styles(names) for names in (["BF16", "QTC"], ["rank", "QVG", "QTC", "BF16"]))
+    assert few == [many[3], many[2]] and len(set(many)) == 4
     frames = np.zeros((3, 10, 12, 3), np.uint8)
     assert to_png(Sheet("t", [("a", frames), ("b", frames[:2])])).startswith(b"\x89PNG")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from html import escape
 
 from quantwm.report.document import Plot
+from quantwm.report.variants import BF16, FLOOR, METHODS
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 150, 28, 40
@@ -14,6 +16,8 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#8
 """Okabe and Ito's, which colour-blind readers can tell apart, two of them darker; the last has a
 contrast of 3.9 to the light page and 4.7 to the dark one."""
 DASHES = ("", "7 4", "2 3", "9 3 2 3", "4 2", "12 4", "9 2 2 2 2 2")
+PLACES = {lane.title: place for place, lane in enumerate((FLOOR, *METHODS))}
+"""A lane looks the same in every plot; other lines take what the lanes beside them leave."""
 
 
 def to_svg(plot: Plot) -> str:
@@ -42,8 +46,9 @@ def to_svg(plot: Plot) -> str:
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}" class="mid">{tick:g}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" class="mid">{escape(plot.x_label)}</text>')
+    styles = _styles(list(plot.lines))
     for number, (name, line) in enumerate(plot.lines.items()):
-        style = _style(number)
+        style = styles[number]
         placed = [None if y is None else place(x, y) for x, y in zip(plot.x, line, strict=False)]
         points = [" ".join(f"{a:.1f},{b:.1f}" for a, b in run) for run in _runs(placed)]
         parts += [f'<polyline points="{run}" {style}/>' for run in points]
@@ -54,9 +59,23 @@ def to_svg(plot: Plot) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _style(number: int) -> str:
-    colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
-    return f'fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"'
+def _styles(names: Sequence[str]) -> list[str]:
+    """Attributes of every line, in the order of the names; BF16, the reference, has the ink's."""
+    taken = {PLACES[name] for name in names if name in PLACES}
+    free = [place for place in range(len(COLOURS)) if place not in taken] or range(len(COLOURS))
+    others = itertools.cycle(free)
+    styles = []
+    for name in names:
+        if name == BF16.title:
+            styles.append(_style("var(--ink)", ""))
+        else:
+            place = PLACES[name] if name in PLACES else next(others)
+            styles.append(_style(COLOURS[place], DASHES[place]))
+    return styles
+
+
+def _style(colour: str, dash: str) -> str:
+    return f'fill="none" style="stroke:{colour}" stroke-width="1.8" stroke-dasharray="{dash}"'
 
 
 def _runs(points: Sequence[tuple[float, float] | None]) -> list[list[tuple[float, float]]]:
