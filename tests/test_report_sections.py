@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from quantwm.evaluation.episodes import Episode
+from quantwm.report.document import Section
 from quantwm.report.jobs import JobResult
 from quantwm.report.pictures import sheets_of
 from quantwm.report.revisit import FULL_TURN, SHOWN, recall, revisit_jobs
@@ -16,7 +17,7 @@ from quantwm.report.sections.attention import _fewer, _keys_matter
 from quantwm.report.sections.fidelity import _cost_verdicts, _ratio_verdict
 from quantwm.report.sections.flicker import revisits
 from quantwm.report.variants import ALL
-from quantwm.report.writer import SHEETS
+from quantwm.report.writer import SHEETS, with_sheets
 
 WORLD = SimpleNamespace(
     spec=SimpleNamespace(cache=SimpleNamespace(frames_per_chunk=4, tokens_per_frame=48))
@@ -59,13 +60,16 @@ def test_recall_is_measured_against_the_truth_and_shown_beside_it(turned) -> Non
 def test_the_short_runs_are_shown_in_the_two_sections_they_serve() -> None:
     lanes = ("bf16", "qvg", "quantwm", "qvg-keys", "psac")
     shown = {name: np.zeros((2, 6, 8, 3), np.uint8) for name in lanes}
-    job = SimpleNamespace(experiment="short", label="hall, seed 0, walk 1")
+    job = SimpleNamespace(experiment="short", label="hall, seed 0, walk 1", keep=(0, 7))
     sheets = sheets_of([JobResult(job, {}, shown)], [])
     titles = {title: [name for name, _ in rows] for title, rows in sheets.items()}
+    what = "hall, seed 0, walk 1; columns: frames 0, 7"
     assert titles == {
-        "roles: hall, seed 0, walk 1": ["BF16", "QVG", "QuantWM", "QVG K2V16"],
-        "ablation: hall, seed 0, walk 1": ["BF16", "QVG", "PSAC", "QuantWM"],
+        f"roles: {what}": ["BF16", "QVG", "QuantWM", "QVG K2V16"],
+        f"ablation: {what}": ["BF16", "QVG", "PSAC", "QuantWM"],
     }
+    shown_as = with_sheets([Section("a") for _ in range(8)], sheets)
+    assert shown_as[3].sheets[0].title == f"Free runs: {what}"
     assert {SHEETS[title.split(":")[0]] for title in titles} == {0, 3} and SHEETS["revisit"] == 6
     assert sheets_of([JobResult(job, {}, {})], []) == {}
 

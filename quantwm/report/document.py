@@ -90,14 +90,16 @@ LEAST_SCENES = 5
 """Below these a bootstrap over scenes says little more than the least and the most of them."""
 
 
-def judge(claim: str, difference: Figure | None, unit: str, what: str) -> Verdict:
+def judge(
+    claim: str, difference: Figure | None, unit: str, what: str, each: str = "scene"
+) -> Verdict:
     """A claim that a paired difference is above zero, decided by its interval.
 
-    what: the difference in words, "QuantWM's PSNR less QVG's".
+    what: the difference in words, "QuantWM's PSNR less QVG's". each: what was counted.
     """
     if difference is None or difference["mean"] is None:
         return Verdict(claim, "not measured", f"{what} was not measured in this run")
-    because = f"{what} is {cell(difference)} {unit} over {counted(difference['count'], 'scene')}"
+    because = f"{what} is {cell(difference)} {unit} over {counted(difference['count'], each)}"
     if difference["count"] < LEAST_SCENES:
         return Verdict(claim, "undecided", f"{because}; so few decide nothing")
     if difference["low"] > 0:

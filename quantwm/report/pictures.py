@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quantwm.evaluation.episodes import Episode
-from quantwm.report.jobs import REFERENCE, JobResult
+from quantwm.report.jobs import REFERENCE, Job, JobResult
 from quantwm.report.revisit import TASKS, truth_of
 from quantwm.report.variants import ABLATION, ALL, ROLES
 
@@ -31,10 +31,15 @@ def sheets_of(results: Sequence[JobResult], episodes: Sequence[Episode]) -> dict
             _add_recall(sheets, result, episodes)
         elif job.experiment == "short":
             for name, lanes in SPLIT.items():
-                sheets[f"{name}: {job.label}"] = _rows(frames, (REFERENCE, *lanes))
+                sheets[_title(name, job)] = _rows(frames, (REFERENCE, *lanes))
         else:
-            sheets[f"{job.experiment}: {job.label}"] = _rows(frames, tuple(frames))
+            sheets[_title(job.experiment, job)] = _rows(frames, tuple(frames))
     return sheets
+
+
+def _title(name: str, job: Job) -> str:
+    """Which rollout, and which of its frames stand in the columns, counted from 0."""
+    return f"{name}: {job.label}; columns: frames {', '.join(map(str, job.keep))}"
 
 
 def _rows(frames: Mapping[str, np.ndarray], lanes: Sequence[str]) -> Rows:

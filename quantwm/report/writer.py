@@ -23,6 +23,12 @@ SHEETS = {
     "minute": 7, "larger": 7,
 }  # fmt: skip
 """Experiment -> index of the section that shows its contact sheets."""
+WORDS = {
+    "roles": "Free runs", "main": "Free runs", "ablation": "Free runs", "sweep": "Free runs",
+    "still": "Standing still", "turn": "A slow turn", "minute": "One minute",
+    "larger": "The larger resolution",
+}  # fmt: skip
+"""Experiment -> what a reader sees; a recall's title says what it is."""
 
 
 def write_report(folder: Path, results: Results, command: str) -> list[Path]:
@@ -44,8 +50,9 @@ def with_sheets(
 ) -> list[Section]:
     """The sections with their contact sheets."""
     for title, rows in pictures.items():
-        section = sections[SHEETS[title.split(":")[0]]]
-        section.sheets.append(Sheet(title, rows))
+        name, _, what = title.partition(": ")
+        words = f"{WORDS[name]}: {what}" if name in WORDS else what
+        sections[SHEETS[name]].sheets.append(Sheet(words, rows))
     return sections
 
 

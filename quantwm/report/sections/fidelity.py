@@ -118,7 +118,7 @@ def _bytes_table(found: Mapping[str, Any]) -> Table:
             [
                 title_of(name),
                 f"{lane['kv_bytes']:,.0f}",
-                plain(each, 0),
+                "-" if each is None else f"{each:,.0f}",
                 plain(lane["ratio"], 2, "x"),
                 plain(lane["resident_ratio"], 2, "x"),
             ]

@@ -173,9 +173,8 @@ def _recall_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         name = task.split(":")[0]
         claim = f"{name}: {REMEMBERS}"
         if whole and short:
-            verdicts.append(
-                judge(claim, _less(whole, short), "dB", "BF16's PSNR less that of a short history")
-            )
+            what = "BF16's PSNR less that of a short history"
+            verdicts.append(judge(claim, _less(whole, short), "dB", what, "episode"))
         if whole and packed:
             lost = _less(whole, packed)
             inside = [lost[end] <= AS_WELL for end in ("low", "high")]
