@@ -75,7 +75,7 @@ def test_a_world_that_knows_the_truth_gets_everything():
     assert rows["keys"] == rows["keys_truth"] == 100.0
     rows = table(walk())
     assert rows["next_chunk"] == rows["autoencoder"] == rows["first_8"] == 60.0
-    assert rows["keys"] == 100.0 and rows["sharpness_late"] == 1.0
+    assert rows["keys"] == 100.0 and rows["sharpness_late"] == rows["colour_late"] == 1.0
 
 
 def test_a_turn_is_compared_with_its_first_frame_and_its_quarters(monkeypatch):

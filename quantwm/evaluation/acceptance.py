@@ -212,7 +212,8 @@ class Evaluation:
         late = range(max(0, len(frames) - LATE), len(frames))
         shown = np.stack([frames[i] for i in late])
         true = np.stack([episode.frame(first + i) for i in late])
-        self.found.add("sharpness_late", episode, gradient_energy(shown), gradient_energy(true))
+        for row, measure in APPEARANCE.items():
+            self.found.add(f"{row}_late", episode, measure(shown), measure(true))
         places = [first + i for i in (7, 31, 63, 95, 127, 159, 207, 255) if i < len(frames)]
         self._strip(f"free walk, map {_map(episode)}", episode, places, frames, first)
 
