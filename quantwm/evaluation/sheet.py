@@ -42,7 +42,7 @@ def save_sheet(folder: Path, strips: Sequence[Strip]) -> Path:
     path = folder / "contact-sheet.png"
     Image.fromarray(draw_sheet(strips)).save(path)
     few = Image.fromarray(draw_sheet(strips[:IN_DOCUMENTS]))
-    few.save(path.with_suffix(".webp"), quality=75, method=4)
+    few.save(path.with_suffix(".webp"), quality=65, method=6)
     return path
 
 
