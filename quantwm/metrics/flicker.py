@@ -11,8 +11,8 @@ from quantwm.metrics.fidelity import PEAK, check_pair
 
 STILL_LEVELS = 2.0
 """Mean grey levels of change a frame below which a reference counts as standing still. The
-embedded world's BF16 lane changes by 1.1 without keys and by 4.8 on a walk or a turn (weights
-eae686c40dc3)."""
+embedded world's BF16 lane changes by 1.0 without keys and by 14.6 on a turn of 7.5 degrees a frame
+(weights ed4f7efde4b3, docs/evidence.md)."""
 
 
 def change(before: np.ndarray, after: np.ndarray) -> np.ndarray:
