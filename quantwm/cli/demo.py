@@ -65,7 +65,7 @@ DEMOS = (
 lanes take 0.17 MB a chunk, and the repository has no room left: 24 frames each (--frames 24) would
 take 3 MB. Tried on these frames, each lossless and larger: H.264 and H.265, VP9. Of the twelve
 scenes, these were looked at and are among those that cost the fewest bytes: each stays in the room
-that its start shows, which is what the world keeps best (through a door it blurs), and what the
+that its start shows, which is what the world keeps best (behind doors it invents), and what the
 lanes do to it is seen within a second."""
 
 
