@@ -284,3 +284,7 @@ def test_videos_of_any_origin_are_exact_on_the_screen(
     page.evaluate("""() => document.body.dispatchEvent(new KeyboardEvent("keydown",
         {key: ".", ctrlKey: true, bubbles: true}))""")
     assert page.input_value('[data-in="frame"]') == "0", "Ctrl belongs to the browser"
+    page.set_input_files('[data-in="files"]', [str(files[0]), str(files[0])])
+    ready(page, "a.mkv (2)")
+    plot = page.locator('[data-plot="curve"]')
+    until(lambda: "(2) identical" in (plot.get_attribute("aria-valuetext") or ""), "called equal")

@@ -221,14 +221,15 @@ export class Curves {
     this.canvas.setAttribute("aria-valuemin", 0);
     this.canvas.setAttribute("aria-valuemax", this.clip.frames - 1);
     this.canvas.setAttribute("aria-valuenow", this.frame);
-    this.canvas.setAttribute("aria-valuetext", "frame " + this.frame + ", " + label + ": "
-      + series.map(([, lane, line]) => title(lane) + " " + (line[this.frame] ?? "none")).join(", ") + " " + unit);
+    const told = (value) => value === null || value === undefined ? "none" : spoken(name, value);
+    this.canvas.setAttribute("aria-valuetext", "frame " + (this.clip.info.first + this.frame) + ", " + label + ": "
+      + series.map(([, lane, line]) => title(lane) + " " + told(line[this.frame])).join(", ") + " " + unit);
   }
 
   value(curve, columns) {
     const value = curve && columns[curve] ? this.aligned(curve, columns[curve])[this.frame] : null;
     return make("td", { textContent: value === null || value === undefined ? "\u2013"
-      : curve === "psnr" && value >= 99 ? "identical" : short(value) });
+      : spoken(curve, value) });
   }
 
   clicked(event) {
@@ -237,6 +238,11 @@ export class Curves {
     const share = (event.clientX - box.left - PAD.left) / (box.width - PAD.left - PAD.right);
     this.seek(Math.floor(share * this.clip.frames));
   }
+}
+
+// A value in words where it stands for more than its number.
+function spoken(curve, value) {
+  return curve === "psnr" && value >= 99 ? "identical" : short(value);
 }
 
 function short(value) {
