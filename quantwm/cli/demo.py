@@ -56,14 +56,14 @@ DEMOS = (
     ),
     Demo(
         "3-walk",
-        "Some steps back and as many forward: which lanes keep the pillars?",
-        "marble-pillars",
+        "Some steps back and as many forward: which lanes keep the lamps?",
+        "lamp-hall",
         ("s", "w"),
     ),
 )
 """Six chunks in all. A lossless frame of 128 x 96 takes 12.5 to 17 kB, densely coded, so three
-lanes take 0.17 MB a chunk, and the repository has no room left: 24 frames each (--frames 24) would
-take 3 MB. Tried on these frames, each lossless and larger: H.264 and H.265, VP9. Of the twelve
+lanes take 0.16 MB a chunk, and the repository has no room left: 24 frames each (--frames 24) would
+take 2.9 MB. Tried on these frames, each lossless and larger: H.264 and H.265, VP9. Of the twelve
 scenes, these were looked at and are among those that cost the fewest bytes: each stays in the room
 that its start shows, which is what the world keeps best (behind doors it invents), and what the
 lanes do to it is seen within a second."""
