@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
-import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,29 +120,3 @@ def resources(compiled: Any) -> dict[str, int]:
 def describe(launched: Launched) -> str:
     plain = {k: v for k, v in launched.arguments.items() if not isinstance(v, Tensor)}
     return f"{launched.kernel.__name__} {plain}"
-
-
-ALONE = "COMPILED_ALONE"
-
-
-def require(request: pytest.FixtureRequest, holds: bool, said: str) -> None:
-    """Fails the test where `holds` is false here and in a process of its own, as a user's is.
-
-    What Triton 3.9 compiles late in a process that has run many other tests is sometimes another
-    kernel: 8 bytes of stack at 256 channels once, and twice as a newcomer, with nothing cached,
-    both a spill and more barriers. Of 240 compilations without other tests before them none was.
-    Not the cause: ptxas (60 runs over one PTX, 12.9 and 13.4), the state of the heap, flushed
-    denormals, inductor loaded before (the same PTX 14 times).
-    """
-    if holds:
-        return
-    assert not os.environ.get(ALONE), said
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
-    with tempfile.TemporaryDirectory() as cache:  # the kernel compiled here is in the other one
-        own = subprocess.run(
-            command, env={**os.environ, ALONE: "1", "TRITON_CACHE_DIR": cache},
-            cwd=Path(__file__).parent.parent, capture_output=True, text=True,
-        )  # fmt: skip
-    alone = own.stdout[-3000:] + own.stderr[-1000:]
-    assert own.returncode == 0, f"{said}; in a process of its own: {alone}"
-    warnings.warn(f"not in a process of its own: {said}", stacklevel=2)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import Launched, compile_launch, describe, record, require
+from compiling import Launched, compile_launch, describe, record
 from interpreter import INTERPRETABLE, passes_interpreted
 
 from benchmarks.passes import SIZES, pairs
@@ -27,16 +27,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
 
 
 @pytest.mark.parametrize("size", ["matrix_game2", "lingbot_14b"])
-def test_every_launch_compiles_without_spills(
-    request: pytest.FixtureRequest, launches: list[Launched], size: str
-) -> None:
+def test_every_launch_compiles_without_spills(launches: list[Launched], size: str) -> None:
     for kernel, _ in pairs(SIZES[size], "cpu").values():
         kernel()
     assert len({launched.kernel.__name__ for launched in launches}) == 5
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
-        fits = used["STACK"] == used["LOCAL"] == 0
-        require(request, fits, f"spills: {used} {describe(launched)}")
+        assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used} {describe(launched)}"
         assert compiled.metadata.shared <= 16 * 1024, describe(launched)
 
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import REGISTER_LIMIT, SHARED_LIMIT, compile_launch, record, require
+from compiling import REGISTER_LIMIT, SHARED_LIMIT, compile_launch, record
 from interpreter import INTERPRETABLE, passes_interpreted
 
 from benchmarks.agreement_rows import agree_rows
@@ -25,9 +25,7 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "rank"), [(64, 4), (128, 8), (256, 8), (128, 24)])
-def test_compiles_without_spills(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, head_dim: int, rank: int
-) -> None:
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch, head_dim: int, rank: int) -> None:
     launches = record(monkeypatch, kernel)
     moments, fixed = (
         torch.zeros(2, head_dim, head_dim),
@@ -36,7 +34,7 @@ def test_compiles_without_spills(
     start = torch.zeros(2, head_dim, rank, dtype=torch.bfloat16)
     kernel.leading(moments, rank, start, fixed, 4, 3, 1e-3, 1e-30, 1e-6)
     compiled, used = compile_launch(launches[0])
-    require(request, used["STACK"] == used["LOCAL"] == 0, f"spills: {used}")
+    assert used["STACK"] == used["LOCAL"] == 0, used
     assert used["REG"] <= REGISTER_LIMIT and compiled.metadata.shared <= SHARED_LIMIT
     assert "steps" in {p.name for p in launches[0].kernel.params if p.do_not_specialize}
 
