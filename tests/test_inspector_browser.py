@@ -94,7 +94,7 @@ def test_the_last_minute_steps_frame_by_frame_in_lock_step(live) -> None:
     page.keyboard.press("Space")
     page.keyboard.press("\\")
     assert "loop" not in frame.inner_text('[data-out="frame"]')
-    until(lambda: "measuring" not in frame.inner_text('[data-out="curve-state"]'), "curves")
+    until(lambda: frame.get_attribute('[data-plot="curve"]', "aria-busy") == "false", "curves")
     assert "w" in str(frame.evaluate("document.querySelector('[data-out=values]').innerText"))
 
 

@@ -49,8 +49,7 @@ def shown(page) -> int:
 
 
 def measured(page) -> None:
-    until(lambda: "measuring" not in page.inner_text('[data-out="curve-state"]'), "curves")
-    until(lambda: page.locator('[data-in="curve"] option').count() > 3, "curves to choose from")
+    until(lambda: page.get_attribute('[data-plot="curve"]', "aria-busy") == "false", "curves")
 
 
 @pytest.fixture

@@ -85,9 +85,10 @@ class CurveJobs:
         job = self._job(clip)
         if job is None:
             return {"done": True, "frames": 0, "reference": "", "lanes": {}, "note": ""}
+        done = job.finished  # first: what is read after it is then whole
         lanes = {name: _finite(job.columns(name)) for name in job.meters}
         return {
-            "done": job.finished,
+            "done": done,
             "frames": job.frames,
             "reference": clip.info.lanes[0],
             "lanes": lanes,

@@ -38,28 +38,38 @@ export class Curves {
     this.clip = clip;
     this.data = null;
     out("csv").href = clip.csv;
+    out("parted").textContent = "";
+    this.measuring(true, "measuring 0 %");
     this.poll(clip);
   }
 
   async poll(clip) {
     try {
       while (this.clip === clip) {
-        this.data = await clip.curves();
+        const data = await clip.curves();
+        if (this.clip !== clip) return;
+        this.data = data;
         this.offer();
         this.draw();
         if (this.data.done) return;
         await new Promise((done) => setTimeout(done, 400));
       }
     } catch (error) {
-      out("curve-state").textContent = error.message;
+      if (this.clip === clip) this.measuring(false, error.message);
     }
+  }
+
+  // Says how far the measuring is; a screen reader waits with the curves while it goes on.
+  measuring(busy, state) {
+    this.canvas.setAttribute("aria-busy", String(busy));
+    out("curve-state").textContent = state;
   }
 
   offer() {
     const there = new Set(Object.values(this.data.lanes).flatMap((lane) => Object.keys(lane)));
     options(input("curve"), Object.entries(CURVES).filter(([name]) => there.has(name)).map(([name, [label]]) => [name, label]));
     const share = Math.floor((100 * this.data.frames) / this.clip.frames);
-    out("curve-state").textContent = this.data.done ? this.data.note : share < 100 ? "measuring " + share + " %" : "measuring LPIPS";
+    this.measuring(!this.data.done, this.data.done ? this.data.note : share < 100 ? "measuring " + share + " %" : "measuring LPIPS");
     const parted = Object.entries(this.data.diverged || {}).map(([lane, frame]) => title(lane) + " has parted from "
       + title(this.data.reference) + " at frame " + (this.clip.info.first + frame));
     out("parted").textContent = parted.length ? parted.join("; ") + ": PSNR after that is no measure of quality." : "";
