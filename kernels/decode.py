@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -146,6 +146,8 @@ class Decoder:
     ) -> None:
         """shape: heads, tokens and channels of the span; rows: tokens of a program."""
         self._launch, self._shape, self._device, self._rows = launch, shape, device, rows
+        self.kind: tuple[Any, ...] | None = ()
+        """What decode_spans.py found that it shares a launch with; empty until it looked."""
 
     def __call__(
         self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0

@@ -111,10 +111,20 @@ def decode_spans(parts: Sequence[Part], out: Tensor, first_head: int = 0) -> Non
 
 
 def _kind(decode: Callable[..., None]) -> Any:
-    """What must be the same for one launch; None for a decoder that is launched alone."""
-    if not isinstance(decode, Decoder) or id(decode.prepared.kernel) not in _kernels():
+    """What must be the same for one launch; None for a decoder that is launched alone.
+
+    Asked once of every decoder (5 us, for every span of every reading); other tensors of the same
+    kinds that it is rebound to change nothing here.
+    """
+    if not isinstance(decode, Decoder):
         return None
-    if decode.prepared.numbers[CENTROIDS] % 16:
+    if decode.kind == ():
+        decode.kind = _found_kind(decode)
+    return decode.kind
+
+
+def _found_kind(decode: Decoder) -> tuple[Any, ...] | None:
+    if id(decode.prepared.kernel) not in _kernels() or decode.prepared.numbers[CENTROIDS] % 16:
         return None
     return (id(decode.prepared.kernel), *decode.prepared.constants.items(), *_aligned(decode))
 

@@ -178,6 +178,7 @@ class PreparedLaunch:
 
     def __init__(self, kernel: Any, fixed: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.kernel, self._fixed, self.constants = kernel, tuple(fixed), constants
+        self._numbers: tuple[int, ...] = ()
         self._direct = isinstance(kernel, JITFunction)
         if self._direct:
             flags = _specialised(kernel)
@@ -195,7 +196,7 @@ class PreparedLaunch:
         fixed = list(self._fixed)
         for place, tensor in tensors.items():
             fixed[place] = tensor
-        other._fixed = tuple(fixed)
+        other._fixed, other._numbers = tuple(fixed), ()
         if self._direct:
             values, kinds = list(self._values), self._key[1]
             for place, tensor in tensors.items():
@@ -217,9 +218,12 @@ class PreparedLaunch:
     @property
     def numbers(self) -> tuple[int, ...]:
         """What is fixed as whole numbers: tensors as addresses, nothing as 0."""
-        return tuple(
-            t.data_ptr() if isinstance(t, Tensor) else 0 if t is None else t for t in self._fixed
-        )
+        if not self._numbers:
+            self._numbers = tuple(
+                t.data_ptr() if isinstance(t, Tensor) else 0 if t is None else t
+                for t in self._fixed
+            )
+        return self._numbers
 
     def __call__(
         self,
