@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_guard import guarded_launches  # noqa: F401  (a fixture of every test here)
 from torch import Tensor
 
 from benchmarks.agreement import Disagreement, make_case

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_guard import guarded_launches  # noqa: F401  (a fixture of every test here)
 
 from benchmarks import histories, low_memory
 from benchmarks.agreement import (

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from memory_guard import guarded_launches  # noqa: F401  (a fixture of every test here)
 
 from benchmarks.passes import CUT_ERROR, SIZES, Sizes, agree, pairs
 from kernels import passes

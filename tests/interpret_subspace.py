@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_guard import guarded_launches  # noqa: F401  (a fixture of every test here)
 
 from benchmarks.agreement import Disagreement
 from benchmarks.agreement_rows import agree_rows
