@@ -223,8 +223,9 @@ class Handlers:
     def worlds(self, payload: object) -> dict[str, object]:
         """All worlds, what is here of them, and the download that is under way."""
         self._session(payload)
+        download = self.downloads.state()  # first: what it says is over, the cards then show
         cards = [wire.card_fields(card) for card in self.backend.worlds()]
-        return {"worlds": cards, "download": self.downloads.state()}
+        return {"worlds": cards, "download": download}
 
     @answer
     def world(self, payload: object) -> dict[str, object]:

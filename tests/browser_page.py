@@ -15,8 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 
-WAIT = 30_000
-PHASE = '.qwm[data-phase="{}"]'
+from app.inspector import probe
+from quantwm.errors import UserError
+
+PATIENCE = 60.0
+"""Seconds until a state that is waited for is missing: nothing takes 10 of them on two idle cores,
+and a wait that succeeds is over at once."""
+WAIT = 1000 * PATIENCE
 
 BAR_CODES = """() => [...document.querySelectorAll('.qwm-screen canvas')].map((canvas) => {
   const row = canvas.getContext('2d').getImageData(0, canvas.height - 4, canvas.width, 1).data;
@@ -28,12 +33,14 @@ BAR_CODES = """() => [...document.querySelectorAll('.qwm-screen canvas')].map((c
 SYNC = """() => new Promise((done) => {
   const read = BAR_CODES;
   const seen = [];
+  const different = () => new Set(seen.map((numbers) => numbers[0])).size;
   const look = () => {
     seen.push(read());
-    if (seen.length < 90) requestAnimationFrame(look); else done(seen);
+    if (seen.length < 90 || different() < 24) requestAnimationFrame(look); else done(seen);
   };
   requestAnimationFrame(look);
 })""".replace("BAR_CODES", BAR_CODES)
+"""What the lanes show at each of 90 moments, or of as many as it takes to see 24 frames."""
 
 
 def missing(reason: str) -> None:
@@ -59,9 +66,17 @@ def free_port() -> int:
 def serve(backend: object) -> SimpleNamespace:
     from app.ui import build
 
-    demo, options = build(backend)
-    port = free_port()
-    demo.launch(server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, **options)
+    for attempt in range(5):
+        demo, options = build(backend)
+        port = free_port()
+        try:
+            demo.launch(
+                server_name="127.0.0.1", server_port=port, prevent_thread_lock=True, **options
+            )
+            break
+        except OSError:  # another program was quicker to take the port
+            if attempt == 4:
+                raise
     return SimpleNamespace(
         url=f"http://127.0.0.1:{port}/",
         demo=demo,
@@ -126,21 +141,73 @@ def outside(url: str) -> list[str]:
     return [] if local else [f"request to {url}"]
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def until(
+    condition: Callable[[], object],
+    what: str,
+    seconds: float = PATIENCE,
+    seen: Callable[[], object] | None = None,
+) -> None:
+    """Waits until a condition holds; a failure tells what `seen`, or the condition, said last."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (last := condition()):
         if time.monotonic() > deadline:
-            pytest.fail(f"not within {seconds:g} s: {what}")
+            pytest.fail(f"not within {seconds:g} s: {what}; last seen: {seen() if seen else last}")
         time.sleep(0.02)
 
 
-def drive(page) -> None:
+def equal(look: Callable[[], object], wanted: object, what: str) -> None:
+    """Waits until what is looked at is as wanted."""
+    until(lambda: look() == wanted, f"{what} ({wanted})", seen=look)
+
+
+def reads(page, selector: str, text: str) -> None:
+    """Waits until an element holds a text."""
+    look = lambda: page.inner_text(selector)  # noqa: E731
+    until(lambda: text in look(), f"{text!r} in {selector}", seen=look)
+
+
+def in_phase(page, phase: str, seconds: float = PATIENCE) -> None:
+    """Waits for a phase of the page, whose state and message are told where it does not come."""
+
+    def state() -> tuple[str | None, ...]:
+        names = ("data-phase", "data-run")
+        told = page.text_content(".qwm-message"), page.text_content(".qwm-card")
+        return (*(page.get_attribute(".qwm", name) for name in names), *map(str.strip, told))
+
+    until(lambda: state()[0] == phase, f"the page is {phase}", seconds, state)
+
+
+def drive(page, seconds: float = PATIENCE) -> None:
     page.click('[data-do="veil"]')
-    page.wait_for_selector(PHASE.format("live"))
+    in_phase(page, "live", seconds)
 
 
 def engine_of(server):
     return server.backend.engines[-1]
+
+
+def made(server) -> int:
+    """Chunks of the newest run."""
+    return len(engine_of(server).actions)
+
+
+def controls(server):
+    """Newest snapshot of the only page."""
+    (session,) = server.sessions._sessions.values()
+    return server.sessions.desk.newest(session.slot)
+
+
+def stands(server) -> int:
+    """Chunks once the only page has paused and the loop has seen it: it answers a question between
+    two chunks, and the second answer comes after controls that are newer than the first."""
+    until(lambda: not controls(server).run, "the server knows of the pause")
+    (session,) = server.sessions._sessions.values()
+    for _ in range(2):
+        with pytest.raises(UserError, match="does not show which tokens"):
+            probe.ask(
+                server.sessions.probes, session.slot, session.folder.path, 0, 0, 0, lambda: True
+            )
+    return made(server)
 
 
 def keys_now(server) -> frozenset[str]:

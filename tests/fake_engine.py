@@ -22,6 +22,8 @@ from quantwm.session import SessionInfo, SessionWriter
 from quantwm.worlds.base import ChunkAction, Scene, Script, WorldSpec
 
 WIDTH, HEIGHT = 128, 96
+HELD = 100.0
+"""Seconds after which what a test holds back goes on all the same, so that a failure ends."""
 BAR_BITS, BAR_PIXELS = 16, 8
 KEYS = ("w", "a", "s", "d", "left", "right")
 BF16_BYTES_PER_TOKEN = 15_360
@@ -95,7 +97,7 @@ def read_bar_code(frame: np.ndarray) -> int:
 
 
 class FakeEngine:
-    """EngineLike. `actions` keeps what it was asked to do."""
+    """EngineLike. `actions` keeps what it was asked to do; `go` holds it inside a chunk."""
 
     def __init__(self, settings: Settings, delay: float) -> None:
         self.lanes: Sequence[LaneConfig] = [
@@ -106,6 +108,8 @@ class FakeEngine:
         self.actions: list[ChunkAction] = []
         self.prompts = [settings.prompt]
         self.closed = False
+        self.go = threading.Event()
+        self.go.set()
         self._frame = 0
         self._angle = float(settings.seed % 7)
 
@@ -115,6 +119,7 @@ class FakeEngine:
     def step(self, action: ChunkAction) -> BlockResult:
         time.sleep(self.delay)
         self.actions.append(action)
+        self.go.wait(HELD)
         return self._block(action, 4)
 
     def change_prompt(self, prompt: str) -> None:
@@ -210,7 +215,7 @@ class FakeBackend:
 
     def load(self, world: str, progress: Progress) -> None:
         progress("Loading the transformer", 0.3)
-        self.gate.wait(20)
+        self.gate.wait(HELD)
         if self.load_fails is not None:
             raise UserError(self.load_fails)
         progress("Loading the autoencoder", 0.5)
@@ -219,7 +224,7 @@ class FakeBackend:
     def download(self, world: str, agreed: bool, progress: Progress) -> None:
         self.fetched.append((world, agreed))
         progress(f"Downloading the transformer from test/{world}", 0.4)
-        self.fetch_gate.wait(20)
+        self.fetch_gate.wait(HELD)
         if self.fetch_fails is not None:
             raise UserError(self.fetch_fails)
         progress("Downloaded", 1.0)
@@ -252,7 +257,7 @@ class FakeBackend:
         self, settings: Settings, picture: np.ndarray | None, progress: Progress
     ) -> FakeEngine:
         progress("Reading the weights", 0.2)
-        self.gate.wait(20)
+        self.gate.wait(HELD)
         if self.fail is not None:
             raise self.fail
         if settings.seed == 13:

@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 from browser_page import (  # the first three are fixtures
     BAR_CODES,
-    PHASE,
     SYNC,
     browser,
+    controls,
     drive,
     engine_of,
+    equal,
+    in_phase,
     keys_now,
+    made,
     missing,
     open_page,
     serve,
     server,
+    stands,
     until,
 )
 
@@ -34,14 +38,14 @@ def test_keys_down_and_up_reach_the_engine(open_page, server) -> None:
     until(lambda: engine_of(server).actions, "the world runs by itself while the stage has focus")
     assert keys_now(server) == frozenset()
     page.keyboard.down("KeyW")
-    until(lambda: keys_now(server) == {"w"}, "W held")
+    equal(lambda: keys_now(server), {"w"}, "W held")
     assert page.locator(".qwm-key.qwm-lit").count() == 2  # W and the arrow that means the same
     page.keyboard.down("ArrowRight")
-    until(lambda: keys_now(server) == {"w", "right"}, "two keys held")
+    equal(lambda: keys_now(server), {"w", "right"}, "two keys held")
     page.keyboard.up("KeyW")
-    until(lambda: keys_now(server) == {"right"}, "W released")
+    equal(lambda: keys_now(server), {"right"}, "W released")
     page.keyboard.up("ArrowRight")
-    until(lambda: keys_now(server) == frozenset(), "all released")
+    equal(lambda: keys_now(server), frozenset(), "all released")
     assert page.locator(".qwm-key.qwm-lit").count() == 0
     assert page.evaluate("scrollY") == 0, "arrow keys must not scroll the page"
 
@@ -50,12 +54,22 @@ def test_a_tap_shorter_than_a_chunk_still_moves(open_page, server) -> None:
     page = open_page()
     drive(page)
     until(lambda: engine_of(server).actions, "running")
-    server.backend.engines[-1].delay = 0.4
-    before = len(engine_of(server).actions)
-    page.keyboard.press("KeyA", delay=15)
-    until(lambda: len(engine_of(server).actions) >= before + 3, "three more chunks")
-    tapped = [a for a in engine_of(server).actions[before:] if a.frames[0] == {"a"}]
-    assert len(tapped) == 1
+    engine = engine_of(server)
+    before = made(server)
+    engine.go.clear()  # a chunk that lasts until the tap is over
+    try:
+        page.keyboard.press("KeyA", delay=15)
+        over = lambda: "a" in controls(server).pressed and not controls(server).keys  # noqa: E731
+        until(over, "the server knows that the tap is over", seen=lambda: controls(server))
+    finally:
+        engine.go.set()
+
+    def tapped() -> list[int]:
+        return [n for n, a in enumerate(engine.actions) if n >= before and a.frames[0] == {"a"}]
+
+    until(tapped, "a chunk that moves", seen=lambda: engine.actions[before:])
+    until(lambda: made(server) >= tapped()[0] + 3, "two more chunks")
+    assert len(tapped()) == 1
 
 
 def test_leaving_the_stage_releases_and_pauses(open_page, server) -> None:
@@ -68,36 +82,34 @@ def test_leaving_the_stage_releases_and_pauses(open_page, server) -> None:
     ):
         page.click(".qwm-lane >> nth=0")
         page.keyboard.down("KeyW")
-        until(lambda: keys_now(server) == {"w"}, "W held")
+        equal(lambda: keys_now(server), {"w"}, "W held")
         leave()
         page.wait_for_selector('.qwm[data-run="no"]')
         assert page.locator(".qwm-key.qwm-lit").count() == 0
         assert page.locator(".qwm-hint").is_visible()
         assert not page.evaluate("document.activeElement.matches('.qwm-stage')")
         page.keyboard.up("KeyW")
-        time.sleep(0.3)
-        made = len(engine_of(server).actions)
+        count = stands(server)
         time.sleep(0.4)
-        assert len(engine_of(server).actions) == made, "a paused world must stand still"
+        assert made(server) == count, "a paused world must stand still"
 
 
 def test_window_blur_releases_the_keys(open_page, server) -> None:
     page = open_page()
     drive(page)
     page.keyboard.down("KeyD")
-    until(lambda: keys_now(server) == {"d"}, "D held")
+    equal(lambda: keys_now(server), {"d"}, "D held")
     page.evaluate("window.dispatchEvent(new Event('blur'))")
-    until(lambda: keys_now(server) == frozenset(), "released")
+    equal(lambda: keys_now(server), frozenset(), "released")
 
 
 def test_dead_man_a_silent_page_holds_no_keys(open_page, server) -> None:
     page = open_page()
     drive(page)
     page.keyboard.down("KeyW")
-    until(lambda: keys_now(server) == {"w"}, "W held")
+    equal(lambda: keys_now(server), {"w"}, "W held")
     page.context.set_offline(True)
-    session = next(iter(server.sessions._sessions.values()))
-    newest = server.sessions.desk.newest(session.slot)
+    newest = controls(server)
     time.sleep(2.2)
     assert newest.keys == {"w"}
     assert newest.effective(time.monotonic(), newest.seq) == frozenset()
@@ -109,12 +121,11 @@ def test_typing_in_a_field_does_not_drive(open_page, server) -> None:
     drive(page)
     page.keyboard.press("Escape")
     page.focus('[data-in="seed"]')
-    time.sleep(0.3)
-    made = len(engine_of(server).actions)
+    count = stands(server)
     page.keyboard.press("KeyW")
     page.keyboard.press("ArrowUp")
     time.sleep(0.4)
-    assert len(engine_of(server).actions) == made
+    assert made(server) == count
     assert page.input_value('[data-in="seed"]') == "1", "the arrow key belongs to the field"
 
 
@@ -124,25 +135,26 @@ def test_pause_step_reset(open_page, server) -> None:
     until(lambda: len(engine_of(server).actions) >= 2, "running")
     page.click('[data-do="drive"]')
     page.wait_for_selector('.qwm[data-run="no"]')
-    time.sleep(0.3)
-    made = len(engine_of(server).actions)
+    count = stands(server)
     page.click('[data-do="step"]')
-    until(lambda: len(engine_of(server).actions) == made + 1, "one step")
+    equal(lambda: made(server), count + 1, "one step")
     time.sleep(0.3)
-    assert len(engine_of(server).actions) == made + 1
+    assert stands(server) == count + 1
     page.click('[data-do="drive"]')
-    until(lambda: len(engine_of(server).actions) > made + 2, "drives on")
+    until(lambda: made(server) > count + 2, "drives on")
     first = engine_of(server)
     page.click('[data-do="reset"]')
     until(lambda: engine_of(server) is not first, "a new run")
     assert first.closed
-    page.wait_for_selector(PHASE.format("live"))
+    in_phase(page, "live")
     assert server.sessions.census()["holding"] == 1
 
 
 def test_on_screen_keys_by_touch(open_page, server) -> None:
     page = open_page(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     drive(page)
+    # the figures are there: nothing moves the keys from under the finger any more
+    page.wait_for_selector('[data-lane="qvg"] [data-figure="psnr"]:text("dB")', state="attached")
     key = page.locator('[data-code="KeyW"]')
     key.scroll_into_view_if_needed()
     box = key.bounding_box()
@@ -150,9 +162,9 @@ def test_on_screen_keys_by_touch(open_page, server) -> None:
     point = {"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}
     touch = page.context.new_cdp_session(page)
     touch.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": [point]})
-    until(lambda: keys_now(server) == {"w"}, "finger down")
+    equal(lambda: keys_now(server), {"w"}, "finger down")
     touch.send("Input.dispatchTouchEvent", {"type": "touchEnd", "touchPoints": []})
-    until(lambda: keys_now(server) == frozenset(), "finger up")
+    equal(lambda: keys_now(server), frozenset(), "finger up")
 
 
 def test_lanes_show_the_same_frame_at_every_moment(open_page, server) -> None:
@@ -188,11 +200,11 @@ def test_second_visitor_waits_and_never_sees_the_first_world(open_page, server) 
     mine = engine_of(server)
     second = open_page()
     second.click('[data-do="veil"]')
-    second.wait_for_selector(PHASE.format("queued"))
+    in_phase(second, "queued")
     second.wait_for_function("document.querySelector('.qwm-card').innerText.includes('number 1')")
     assert second.evaluate(BAR_CODES) == [0, 0, 0], "only the start scene's picture"
     first.close()
-    second.wait_for_selector(PHASE.format("live"))
+    in_phase(second, "live")
     assert mine.closed
     assert engine_of(server) is not mine
 
@@ -202,9 +214,9 @@ def test_leaving_the_line(open_page, server) -> None:
     drive(first)
     second = open_page()
     second.click('[data-do="veil"]')
-    second.wait_for_selector(PHASE.format("queued"))
+    in_phase(second, "queued")
     second.click('[data-do="veil"]')
-    second.wait_for_selector(PHASE.format("idle"))
+    in_phase(second, "idle")
     until(lambda: server.sessions.census()["waiting"] == 0, "nobody waits")
     engines = len(server.backend.engines)
     first.close()
@@ -218,7 +230,7 @@ def test_a_page_that_closes_in_the_line_leaves_it(open_page, server) -> None:
     drive(first)
     second = open_page()
     second.click('[data-do="veil"]')
-    second.wait_for_selector(PHASE.format("queued"))
+    in_phase(second, "queued")
     engines = len(server.backend.engines)
     second.close()
     until(lambda: server.sessions.census()["waiting"] == 0, "nobody waits")
@@ -247,7 +259,7 @@ def test_download_holds_the_session(open_page, server, tmp_path: Path) -> None:
     assert session["complete"] is True
     assert session["seed"] == 0
     assert len(lines) == session["blocks"] >= 3
-    page.wait_for_selector(PHASE.format("live"))
+    in_phase(page, "live")
 
 
 def test_mistakes_are_shown_and_nothing_is_lost(open_page, server) -> None:
@@ -259,7 +271,7 @@ def test_mistakes_are_shown_and_nothing_is_lost(open_page, server) -> None:
     assert page.input_value('[data-in="seed"]') == "-3"
     page.fill('[data-in="seed"]', "13")
     page.click('[data-do="veil"]')
-    page.wait_for_selector(PHASE.format("ended"))
+    in_phase(page, "ended")
     assert "choose another" in page.inner_text(".qwm-message")
     page.fill('[data-in="seed"]', "5")
     drive(page)
@@ -275,7 +287,7 @@ def test_an_unexpected_error_tells_no_secrets(open_page, server) -> None:
     page = open_page()
     server.backend.fail = RuntimeError("secret path /etc/x")
     page.click('[data-do="veil"]')
-    page.wait_for_selector(PHASE.format("ended"))
+    in_phase(page, "ended")
     text = page.inner_text("body")
     assert "secret" not in text and "Traceback" not in text
     assert "something went wrong" in text.lower()
@@ -292,13 +304,17 @@ def test_loading_is_named_with_progress_over_the_picture(open_page, server) -> N
     )
     done = page.locator(".qwm-stages li", has_text="Opening the world")
     assert "done" in done.inner_text(), "the stage before keeps its full bar"
-    total = page.evaluate(
+    light = (
         "document.querySelector('canvas').getContext('2d').getImageData(0, 0, 128, 96).data"
         ".reduce((sum, value) => sum + value, 0)"
     )
-    assert total > 128 * 96 * 255 * 1.2, "the start scene is shown while the world loads"
+    until(
+        lambda: page.evaluate(light) > 128 * 96 * 255 * 1.2,
+        "the start scene is shown while the world loads",
+        seen=lambda: page.evaluate(light),
+    )
     server.backend.gate.set()
-    page.wait_for_selector(PHASE.format("live"))
+    in_phase(page, "live")
 
 
 def test_choices_reach_the_engine(open_page, server, tmp_path: Path) -> None:
@@ -366,8 +382,9 @@ def test_the_real_embedded_world(open_page, browser) -> None:
     try:
         page = open_page(served.url)
         page.set_default_timeout(120_000)  # 3 s on two idle cores; other jobs make it crawl
-        drive(page)
-        page.wait_for_function("document.querySelector('[data-out=tokens]').innerText > '0'")
+        drive(page, 120)
+        tokens = "/^[1-9]/.test(document.querySelector('[data-out=tokens]').innerText)"
+        page.wait_for_function(tokens)
         start = page.inner_text('[data-out="tokens"]')
         page.keyboard.down("KeyW")
         page.wait_for_function(
@@ -377,6 +394,6 @@ def test_the_real_embedded_world(open_page, browser) -> None:
         assert "MiB" in page.inner_text('[data-lane="quantwm"] [data-figure="kv"]')
         assert page.locator('.qwm-legend [data-lane="qvg"]').count() == 1
         page.close()
-        until(lambda: served.sessions.census()["holding"] == 0, "the world is free", 30)
+        until(lambda: served.sessions.census()["holding"] == 0, "the world is free", 120)
     finally:
         served.demo.close()

@@ -9,10 +9,12 @@ from browser_page import (  # three are fixtures
     browser,
     drive,
     engine_of,
+    equal,
     keys_now,
+    made,
     open_page,
     server,
-    until,
+    stands,
 )
 
 pytestmark = pytest.mark.browser
@@ -23,12 +25,12 @@ def test_one_chunk_a_press(open_page, server) -> None:
     page = open_page(reduced_motion="reduce")
     assert page.is_checked('[data-in="stepmode"]'), "reduced motion starts in step mode"
     drive(page)
+    assert stands(server) == 0
     time.sleep(0.4)
-    assert engine_of(server).actions == []
-    for key in ("KeyW", "ArrowLeft"):
-        made = len(engine_of(server).actions)
+    for count, key in enumerate(("KeyW", "ArrowLeft")):
+        assert made(server) == count
         page.keyboard.press(key, delay=20)
-        until(lambda made=made: len(engine_of(server).actions) == made + 1, "one chunk")
+        equal(lambda: made(server), count + 1, "one chunk")
     assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
 
 
@@ -38,16 +40,19 @@ def test_taps_are_not_lost_on_a_slow_line(open_page, server) -> None:
     page.evaluate(
         """const real = window.fetch;
         window.sent = [];
+        const line = new Promise((free) => { window.freeLine = free; });
         window.fetch = async (...all) => {
-          window.sent.push(String(all[1]?.body));
-          await new Promise((done) => setTimeout(done, 250));
+          const body = String(all[1]?.body);
+          window.sent.push(body);
+          if (body.includes('"w"')) await line;
           return real(...all);
         }"""
     )
     page.keyboard.press("KeyW", delay=20)
     page.wait_for_function("""window.sent.some((body) => body.includes('"w"'))""")
     page.keyboard.press("ArrowLeft", delay=20)  # over before its snapshot can leave
-    until(lambda: len(engine_of(server).actions) == 2, "two chunks")
+    page.evaluate("freeLine()")
+    equal(lambda: made(server), 2, "two chunks")
     assert [action.frames[0] for action in engine_of(server).actions] == [{"w"}, {"left"}]
 
 
@@ -60,17 +65,17 @@ def test_the_mouse_looks_around_while_its_button_is_down(open_page, server) -> N
     page.mouse.down()
     page.mouse.move(x + 15, y)
     page.keyboard.down("KeyW")
-    until(lambda: keys_now(server) == {"w"}, "a click alone looks nowhere")
+    equal(lambda: keys_now(server), {"w"}, "a click alone looks nowhere")
     page.mouse.move(x + 60, y)
-    until(lambda: keys_now(server) == {"w", "right"}, "right held")
+    equal(lambda: keys_now(server), {"w", "right"}, "right held")
     assert page.locator('.qwm-key.qwm-lit[data-key="right"]').count() == 1
     page.mouse.move(x - 60, y + 60)
-    until(lambda: keys_now(server) == {"w", "left", "s"}, "left instead, and back")
+    equal(lambda: keys_now(server), {"w", "left", "s"}, "left instead, and back")
     page.mouse.up()
-    until(lambda: keys_now(server) == {"w"}, "the button is up")
+    equal(lambda: keys_now(server), {"w"}, "the button is up")
     page.mouse.move(x + 90, y)
     page.keyboard.up("KeyW")
-    until(lambda: keys_now(server) == frozenset(), "moving alone looks nowhere")
+    equal(lambda: keys_now(server), frozenset(), "moving alone looks nowhere")
 
 
 def test_the_page_says_that_dragging_looks_around_where_it_does(open_page) -> None:
@@ -90,12 +95,12 @@ def test_a_drag_ends_with_its_own_button_and_with_the_focus(open_page, server) -
         page.mouse.move(x, y)
         page.mouse.down()
         page.mouse.move(x + 60, y)
-        until(lambda: keys_now(server) == {"right"}, "right held")
+        equal(lambda: keys_now(server), {"right"}, "right held")
 
     drag()
     page.mouse.down(button="right")
     page.mouse.up()
-    until(lambda: keys_now(server) == frozenset(), "only another button is down")
+    equal(lambda: keys_now(server), frozenset(), "only another button is down")
     page.mouse.up(button="right")
     drag()
     page.keyboard.press("Escape")

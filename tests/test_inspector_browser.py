@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser_page import drive, equal, keys_now, made, reads, until
 from fake_engine import read_bar_code
-from test_browser import browser, open_page, server, until  # noqa: F401
+from test_browser import browser, open_page, server  # noqa: F401
 from test_inspector_clips import random_frames, write_video
 
 pytestmark = pytest.mark.browser
@@ -27,7 +28,21 @@ SHOWN = """([width, height]) => [...document.querySelectorAll('.panes canvas')].
 })"""
 """Every pane by one sample in the middle of each pixel of the video."""
 
+BLINKS = """(label) => new Promise((done) => {
+  const read = () => document.querySelector(label).textContent;
+  const times = [];
+  let before = read();
+  new MutationObserver(() => {
+    if (read() === before) return;
+    before = read();
+    times.push(performance.now());
+    if (times.length === 10) done(times[9] - times[0]);
+  }).observe(document.querySelector(".panes"), { subtree: true, childList: true });
+})"""
+"""Milliseconds from the first change of what is shown to the tenth, by the page's own clock."""
+
 SIZE = (128, 96)
+STATE = '[data-out="curve-state"]'
 
 
 def pictures(frame, size: tuple[int, int] = SIZE) -> list[np.ndarray]:
@@ -39,7 +54,21 @@ def pictures(frame, size: tuple[int, int] = SIZE) -> list[np.ndarray]:
 
 
 def ready(frame, text: str) -> None:
-    until(lambda: text in frame.inner_text('[data-out="title"]'), f"open: {text}")
+    """Waits until a clip is open and its pictures are there."""
+    reads(frame, '[data-out="title"]', text)
+    drawn(frame)
+
+
+def drawn(frame) -> None:
+    """Waits until no picture of the frame that is shown is on the way."""
+    equal(lambda: frame.get_attribute(".panes", "aria-busy"), "false", "panes are drawn")
+
+
+def measured(frame) -> None:
+    """Waits until every curve is measured."""
+    plot = '[data-plot="curve"]'
+    look = lambda: [frame.get_attribute(plot, "aria-busy"), frame.inner_text(STATE)]  # noqa: E731
+    until(lambda: look()[0] == "false", "curves are measured", seen=look)
 
 
 def frames_made(page) -> int:
@@ -48,13 +77,14 @@ def frames_made(page) -> int:
 
 
 @pytest.fixture
-def live(open_page) -> Iterator[tuple[object, object]]:  # noqa: F811
-    """A page that drove for a moment, and its inspector."""
+def live(open_page, server) -> Iterator[tuple[object, object]]:  # noqa: F811
+    """A page that drove for a moment, W held for the last of it, and its inspector."""
     page = open_page()
-    page.click('[data-do="drive"]')
-    page.wait_for_selector('.qwm[data-phase="live"]')
+    drive(page)
     page.keyboard.down("w")
-    until(lambda: frames_made(page) > 20, "twenty frames")
+    equal(lambda: keys_now(server), {"w"}, "W held")
+    enough = max(21, 4 * made(server))  # frames up to the first that W made
+    until(lambda: frames_made(page) >= enough, "W is seen", seen=lambda: frames_made(page))
     page.keyboard.up("w")
     page.click('[data-do="inspect"]')
     page.wait_for_selector(".qwm-inspector iframe")
@@ -75,7 +105,9 @@ def numbers(frame) -> list[int]:
 
 
 def wait_frame(frame, number: int) -> None:
-    until(lambda: numbers(frame) == [number] * 3, f"all lanes show frame {number}")
+    equal(lambda: numbers(frame), [number] * 3, "the frame that all lanes show")
+    drawn(frame)
+    assert numbers(frame) == [number] * 3
 
 
 def test_the_last_minute_steps_frame_by_frame_in_lock_step(live) -> None:
@@ -94,7 +126,7 @@ def test_the_last_minute_steps_frame_by_frame_in_lock_step(live) -> None:
     page.keyboard.press("Space")
     page.keyboard.press("\\")
     assert "loop" not in frame.inner_text('[data-out="frame"]')
-    until(lambda: frame.get_attribute('[data-plot="curve"]', "aria-busy") == "false", "curves")
+    measured(frame)
     assert "w" in str(frame.evaluate("document.querySelector('[data-out=values]').innerText"))
 
 
@@ -143,20 +175,17 @@ def test_blinking_is_off_until_asked_and_slow(live) -> None:
     assert frame.inner_text(label) == first
     frame.select_option('[data-in="rate"]', "3")
     frame.check('[data-in="blink"]')
-    changes, before, end = 0, first, time.monotonic() + 2.0
-    while time.monotonic() < end:
-        now = frame.inner_text(label)
-        changes, before = changes + (now != before), now
-        time.sleep(0.02)
-    assert 1 <= changes <= 7  # 2 s at most 3 a second, and one at the edge
+    seconds = frame.evaluate(BLINKS, label) / 1000
+    assert seconds > 2.6, "nine blinks at 3 a second take 3 s, but for a first that was drawn late"
 
 
 def test_pixels_zoom_and_slices_by_pointer(live) -> None:
     page, frame = live
     wait_frame(frame, 0)
+    drawn(frame)
     canvas = frame.locator(".panes canvas").nth(1)
     canvas.hover(position={"x": 40, "y": 40})
-    until(lambda: "R " in frame.inner_text('[data-out="loupe"]'), "values under the pointer")
+    reads(frame, '[data-out="loupe"]', "R ")
     place = frame.inner_text('[data-out="at"]')
     frame.focus(".panes")
     page.keyboard.press("ArrowRight")
@@ -181,7 +210,9 @@ def test_the_border_is_dragged_and_keys_move_what_is_zoomed(live) -> None:
     frame.focus(".panes")
     page.keyboard.press("2")
     until(lambda: len(pictures(frame)) == 1, "one wiped picture")
-    box = frame.locator(".panes canvas").bounding_box()
+    canvas = frame.locator(".panes canvas")
+    canvas.scroll_into_view_if_needed()  # and until nothing moves it any more
+    box = canvas.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 20)
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 20, steps=3)
@@ -244,10 +275,7 @@ def test_a_patch_without_a_model_is_refused_in_words(live) -> None:
     _, frame = live
     frame.click('label:has(input[value="patch"])')
     frame.locator(".panes canvas").first.click(position={"x": 20, "y": 20})
-    until(
-        lambda: "does not show which tokens" in frame.inner_text('[data-out="tokens-text"]'),
-        "the answer of an engine that cannot tell",
-    )
+    reads(frame, '[data-out="tokens-text"]', "does not show which tokens")
 
 
 def test_videos_of_any_origin_are_exact_on_the_screen(
@@ -270,10 +298,10 @@ def test_videos_of_any_origin_are_exact_on_the_screen(
         )
         page.keyboard.press(".")
     page.set_input_files('[data-in="files"]', [str(files[0])])
-    until(lambda: "two to 4 videos" in page.inner_text(".message"), "one line")
+    reads(page, ".message", "two to 4 videos")
     ready(page, "a.mkv | b.mkv")
     page.hover(".panes canvas", position={"x": 40, "y": 40})
-    until(lambda: "in frame 3" in page.inner_text('[data-out="at"]'), "values under the pointer")
+    reads(page, '[data-out="at"]', "in frame 3")
     page.mouse.move(5, 5)
     page.set_input_files('[data-in="files"]', [str(path) for path in reversed(files)])
     ready(page, "b.mkv | a.mkv")

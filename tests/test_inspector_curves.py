@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_browser import browser, open_page, server, until  # noqa: F401
-from test_inspector_browser import live, ready  # noqa: F401
+from test_browser import browser, open_page, server  # noqa: F401
+from test_inspector_browser import drawn, live, measured, ready  # noqa: F401
 from test_inspector_clips import write_video
 
 pytestmark = pytest.mark.browser
@@ -46,10 +46,6 @@ def click(page, frame: int) -> None:
 
 def shown(page) -> int:
     return int(page.input_value('[data-in="frame"]'))
-
-
-def measured(page) -> None:
-    until(lambda: page.get_attribute('[data-plot="curve"]', "aria-busy") == "false", "curves")
 
 
 @pytest.fixture
@@ -110,13 +106,14 @@ def test_a_tenth_of_the_speed_is_a_tenth_of_the_frames(parted) -> None:
     parted.select_option('[data-in="speed"]', "0.1")  # 8 frames a second become 0.8
     click(parted, 0)
     parted.focus(".panes")
+    drawn(parted)
+    parted.clock.install()  # the page's time goes on when the test says so
+    parted.clock.pause_at(time.time() + 3600)
     parted.keyboard.press("Space")
-    began = time.monotonic()
-    until(lambda: shown(parted) == 3, "the third frame", seconds=15)
-    spent = time.monotonic() - began
+    # the first step is at once, each other waits 1.25 s
+    for milliseconds, frame in ((100, 1), (1100, 1), (100, 2), (1100, 2), (150, 3)):
+        parted.clock.run_for(milliseconds)
+        assert shown(parted) == frame
     parted.keyboard.press("Space")
-    # the first step is at once, the second and third wait 1.25 s each
-    assert 2.2 < spent < 8.0
-    stands = shown(parted)
-    time.sleep(1.5)
-    assert shown(parted) == stands
+    parted.clock.run_for(5000)
+    assert shown(parted) == 3

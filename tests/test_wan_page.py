@@ -11,7 +11,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 import torch
-from browser_page import PHASE, browser, serve, until
+from browser_page import browser, in_phase, serve, until
 from safetensors.torch import save_file
 from wan_helpers import make_model, upstream_weights
 from wan_tiny import WORLDS, actions_of, tiny
@@ -184,7 +184,7 @@ def test_the_real_page_drives_a_real_tiny_world(
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     try:
         page = context.new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(120_000)
         page.goto(served.url)
         page.wait_for_selector('[data-world="tiny"][aria-checked="true"]')
         assert "here" in page.inner_text('[data-world="tiny"]')
@@ -194,17 +194,22 @@ def test_the_real_page_drives_a_real_tiny_world(
         page.wait_for_selector('.qwm-own[aria-checked="true"]')
         page.fill('[data-in="prompt"]', "a walk through")
         page.click('[data-do="veil"]')
-        page.wait_for_selector(PHASE.format("live"))
+        in_phase(page, "live", 120)
         page.keyboard.down("KeyW")
         page.keyboard.down("ArrowRight")
         page.wait_for_function("+document.querySelector('[data-out=frames]').innerText >= 29")
+        folder = next(iter(served.sessions._sessions.values())).folder.path
+        actions = next(folder.glob("quantwm-*/actions.ndjson"))
+
+        def recorded() -> list[list[str]]:
+            lines = actions.read_text().split("\n")[:-1]
+            return [json.loads(line)["frames"][-1] for line in lines]
+
+        until(lambda: ["right", "w"] in recorded(), "both keys are recorded", 120, recorded)
         page.keyboard.up("KeyW")
         page.keyboard.up("ArrowRight")
         page.keyboard.press("Escape")
-        folder = next(iter(served.sessions._sessions.values())).folder.path
-        actions = next(folder.glob("quantwm-*/actions.ndjson")).read_text().splitlines()
-        assert any(json.loads(line)["frames"][-1] == ["right", "w"] for line in actions)
         context.close()
-        until(lambda: served.sessions.census()["holding"] == 0, "the world is free", 30)
+        until(lambda: served.sessions.census()["holding"] == 0, "the world is free", 120)
     finally:
         served.demo.close()

@@ -15,8 +15,8 @@ async function drive() {
   stage.focus({ preventScroll: true });
   quiet();
   enter("joining");
-  for (let wait = 0; state.session === null && wait < 100; wait += 1)
-    await new Promise((done) => setTimeout(done, 50));
+  await known();
+  if (state.phase !== "joining") return;
   const settings = choices.read();
   try {
     const reply = await server.join({ sess: state.session, settings: settings });
@@ -191,6 +191,7 @@ async function pictureChosen(file) {
   if (file.size > state.hello.limits.upload)
     return complain("The file is larger than " + bytes(state.hello.limits.upload) + "; choose a smaller one.");
   try {
+    await known();
     const sent = await upload(file);
     const reply = await server.picture({ sess: state.session, path: sent.path, settings: choices.read() });
     if (!reply.ok) return refused(reply.error);
@@ -298,7 +299,7 @@ const speakers = {
   },
   error: (message) => {
     complain(message.message);
-    enter("ended");
+    enter(state.session === null ? "gone" : "ended"); // without a session only a reload helps
     // The page goes back to the world that worked.
     if (state.driven && choices.hello.world.name !== state.driven) worlds.pick(state.driven);
   },

@@ -19,6 +19,12 @@ async function sendSoon() {
   }
 }
 
+// Until the server has said who this page is; at most a minute, then what is asked says what is wrong.
+async function known() {
+  for (let wait = 0; state.session === null && state.phase !== "gone" && wait < 1200; wait += 1)
+    await new Promise((done) => setTimeout(done, 50));
+}
+
 async function send() {
   state.seq += 1;
   const held = keys.taken();

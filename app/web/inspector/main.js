@@ -40,7 +40,7 @@ const curves = new Curves((frame) => seek(frame));
 const slices = new Slices((frame) => seek(frame));
 const tokens = new Tokens(server, panes, async () => {
   const cross = state.cross;
-  await open(server.post("open", { source: "live" }));
+  await open(() => server.post("open", { source: "live" }));
   seek(state.clip.frames - 1);
   if (cross) point(...cross); // the patch that is asked for stays marked
 });
@@ -56,11 +56,13 @@ function choose(tool) {
 }
 
 // Sources ------------------------------------------------------------------------------------
-async function open(work, what = "Opening the frames") {
+// ask: asks the server for a clip, once it has said who this page is.
+async function open(ask, what = "Opening the frames") {
   complain("");
   busy(what);
   try {
-    const reply = await work;
+    await begun;
+    const reply = await ask();
     state.clip = new Clip(server, reply, () => draw());
     pause();
     // A live run opens where it stands; what was recorded, at its beginning.
@@ -112,7 +114,7 @@ function modeNote(info) {
 
 function recorded(name) {
   input("demo").value = name;
-  open(server.post("open", { source: name }), "Reading the recorded session");
+  open(() => server.post("open", { source: name }), "Reading the recorded session");
 }
 
 // Pictures -----------------------------------------------------------------------------------
@@ -300,7 +302,7 @@ function complain(text) {
 const actions = {
   live: () => {
     input("demo").value = "";
-    return open(server.post("open", { source: "live" }), "Taking the last minute");
+    return open(() => server.post("open", { source: "live" }), "Taking the last minute");
   },
   files: () => input("files").click(),
   theme: () => document.body.classList.toggle("dark"),
@@ -327,11 +329,13 @@ for (const button of document.querySelectorAll("[data-do]"))
 input("files").addEventListener("change", () => {
   const files = [...input("files").files];
   input("files").value = input("demo").value = "";
-  const large = files.find((file) => file.size > state.most);
-  if (large) complain(large.name + " is larger than " + Math.floor(state.most / 2 ** 20) + " MB; cut it shorter.");
-  else if (files.length)
-    open(server.upload(files, (share) => (share < 1 ? busy("Sending the files", share) : busy("Reading the files"))), "Sending the files");
+  if (files.length) open(() => sent(files), "Sending the files");
 });
+function sent(files) {
+  const large = files.find((file) => file.size > state.most);
+  if (large) throw new Error(large.name + " is larger than " + Math.floor(state.most / 2 ** 20) + " MB; cut it shorter.");
+  return server.upload(files, (share) => (share < 1 ? busy("Sending the files", share) : busy("Reading the files")));
+}
 input("demo").addEventListener("change", () => input("demo").value && recorded(input("demo").value));
 input("frame").addEventListener("input", () => { pause(); seek(Number(input("frame").value)); });
 for (const name of ["a", "b", "wipe", "gain", "colours", "blink"]) input(name).addEventListener("input", draw);
@@ -381,4 +385,4 @@ async function begin() {
 addEventListener("pagehide", () => {
   if (!asked.get("session") && server.session) navigator.sendBeacon(server.address("leave"));
 });
-begin();
+const begun = begin();

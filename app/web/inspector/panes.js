@@ -36,6 +36,7 @@ export class Panes {
     });
     this.holder.replaceChildren(...this.panes.map((pane) => pane.node));
     this.pictures = [];
+    this.holder.setAttribute("aria-busy", "true");
     this.backs = this.panes.map(() => new OffscreenCanvas(size[0], size[1]));
   }
 
@@ -47,6 +48,7 @@ export class Panes {
 
   // pictures: an ImageData per pane, null where it is still on the way (the last one stays).
   show(pictures, smalls = []) {
+    this.holder.setAttribute("aria-busy", String(pictures.some((picture) => !picture)));
     pictures.forEach((picture, index) => {
       if (!picture) return;
       this.pictures[index] = picture;
