@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,13 +52,21 @@ class SessionManager:
         self._lock = threading.RLock()
         self._sessions: dict[str, Session] = {}
         self._by_hash: dict[str, str] = {}
+        self._early: deque[str] = deque(maxlen=capacity)
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: list[str] = []
         self._holder: str | None = None
 
     def open(self, session_hash: str) -> Session:
-        """The session of this page, made when it is new."""
+        """The session of this page, made when it is new.
+
+        Raises:
+            UserError: there are too many, or the page was closed before it was this far.
+        """
         with self._lock:
+            if session_hash in self._early:
+                self._early.remove(session_hash)
+                raise UserError("this page was closed before it had begun; reload it")
             token = self._by_hash.get(session_hash)
             if token is not None:
                 return self._sessions[token]
@@ -85,9 +94,12 @@ class SessionManager:
             return session
 
     def close_hash(self, session_hash: str | None) -> None:
-        """The page with this Gradio session hash is gone."""
+        """The page with this Gradio session hash is gone, perhaps before it was opened: on a busy
+        server the first call of a page may be answered after its last."""
         with self._lock:
             token = self._by_hash.get(session_hash or "")
+            if token is None and session_hash:
+                self._early.append(session_hash)
         if token is not None:
             self.close(token)
 

@@ -85,6 +85,17 @@ def test_many_pages_leave_nothing_behind(manager: SessionManager) -> None:
     assert list(manager.files.root.iterdir()) == []
 
 
+def test_a_page_that_closes_before_it_is_opened_leaves_nothing(manager: SessionManager) -> None:
+    manager.close_hash("quick")
+    with pytest.raises(UserError, match="closed before it had begun"):
+        manager.open("quick")
+    assert manager.census()["slots"] == 0
+    for number in range(100):
+        manager.close_hash(f"gone {number}")
+    manager.open("gone 0")  # so many are not remembered
+    assert manager.census()["sessions"] == 1
+
+
 def test_silent_pages_make_room_and_busy_ones_do_not(manager: SessionManager, caplog) -> None:
     pages = [manager.open(str(number)) for number in range(20)]
     with pytest.raises(UserError, match="too many pages"):
