@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -188,7 +188,7 @@ def test_download_fetches_what_is_missing_with_progress(
     def fetch(repo: str, allow_patterns: list[str], local_dir: Path) -> None:
         asked.append((repo, allow_patterns[0]))
         (local_dir / allow_patterns[0]).write_bytes(kept[: len(kept) // 2])
-        time.sleep(0.1)
+        assert half.wait(60), f"half had arrived and was not told: {stages}"
         (local_dir / allow_patterns[0]).write_bytes(kept)
 
     class Api:
@@ -202,12 +202,18 @@ def test_download_fetches_what_is_missing_with_progress(
     monkeypatch.setattr(hub, "HfApi", Api)
     monkeypatch.setattr(downloads, "LOOK_SECONDS", 0.01)
     stages: list[tuple[str, float]] = []
-    registry.download_world("tiny", agreed=True, progress=lambda *stage: stages.append(stage))
+    half = threading.Event()
+
+    def progress(stage: str, share: float) -> None:
+        stages.append((stage, share))
+        if 0.4 < share < 0.6:
+            half.set()
+
+    registry.download_world("tiny", agreed=True, progress=progress)
     asked_once = [(entry.parts["vae"].repo, entry.parts["vae"].path)]
     assert asked == asked_once
     assert stages[-1][1] == 1.0 and "vae" in stages[0][0]
     shares = [share for _, share in stages[:-1]]
-    assert any(0.4 < share < 0.6 for share in shares), "half had arrived for a while"
     assert shares == sorted(shares)
     assert world_presence("tiny").present
     vae.unlink()
