@@ -6,8 +6,8 @@ TFLOP/s, 50%; packed 167 (qvg) and 148 (quantwm), 17% and 15% (cuDNN's BF16: 612
 A packed tile costs on top about 3 instructions an element, which a program's queries share.
 Faster ones exist and are not here: loads of a tile going out together (in the history of this
 file, 2026-11-30) and one stage took 11.7 ms for qvg where this takes 18.8, but two runs over rows
-corrected by PSAC differed, and some read illegal addresses, this file's loop in one stage too. The
-cause was not found.
+corrected by PSAC differed, and some read illegal addresses, this file's loop in one stage too: of
+rank 17 to 32, whose tiles of 64 bytes a row ptxas 12.8 (Triton 3.6 and 3.7) loses a register of.
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ ENCODE = {
     128: Launch(16, 0, 4, 1, TIMED + "4,680 tokens' codes of keys 0.271 ms; 32, 4 warps 0.347"),
 }
 """Blocks of 64 tokens, whose products become wgmma, read illegal addresses on an H200 with 40 heads
-of 4,680 tokens (triton 3.6.0, with 4 and 8 warps); blocks of 32 and 16 do not."""
+of 4,680 tokens (triton 3.6.0, with 4 and 8 warps); blocks of 32 and 16 do not. The two blocks of 16
+channels behind the first four are a tile of 64 bytes a row, whose descriptor ptxas 12.8 loses a
+register of (tests/sass.py)."""
 SUMS = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(64, 0, 4, 1, COMPILED),

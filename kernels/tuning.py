@@ -131,7 +131,7 @@ FLASH_PACKED = {
     128: Launch(64, 128, 8, 3, "2026-11-30, H200: 18.8 ms for 28,080 tokens in 40 heads, qvg"),
 }
 """The one row of 128 channels whose every kind gave the same bits twice on an H200. With one stage
-qvg took 11.7 ms (64, 128, 4 warps), and rows of PSAC read illegal addresses: see flash.py."""
+qvg took 11.7 ms (64, 128, 4 warps); PSAC of rank 32 read illegal addresses: see flash.py."""
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 3, COMPILED),

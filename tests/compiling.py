@@ -18,6 +18,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
+from sass import listing, unwritten_reads  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -104,16 +105,23 @@ def compile_launch(launched: Launched) -> tuple[Any, dict[str, int]]:
     signature = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    if "wgmma" in compiled.asm["ptx"]:
+        lost = unwritten_reads(listing(cubin_of(compiled)))
+        assert not lost, f"reads what nothing wrote: {lost} {describe(launched)}"
     return compiled, resources(compiled)
+
+
+def cubin_of(compiled: Any) -> Path:
+    return Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
 
 
 def resources(compiled: Any) -> dict[str, int]:
     """REG, STACK, LOCAL and SHARED of the cubin, by the cuobjdump in Triton's wheel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    cubin = Path(compiled.metadata_group[f"{compiled.metadata.name}.cubin"])
     text = subprocess.run(
-        [str(tool), "--dump-resource-usage", str(cubin)], check=True, capture_output=True, text=True
-    ).stdout
+        [str(tool), "--dump-resource-usage", str(cubin_of(compiled))],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
     return {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", text)}
 
 

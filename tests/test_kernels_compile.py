@@ -108,7 +108,7 @@ def test_every_launch_row_compiles(
                 assert "wgmma.mma_async" in ptx, f"no wgmma: {label}"
 
 
-@pytest.mark.parametrize(("dim", "group_size", "rank"), [(64, 16, 3), (128, 64, 8)])
+@pytest.mark.parametrize(("dim", "group_size", "rank"), [(64, 16, 3), (128, 64, 8), (128, 32, 32)])
 def test_fused_attention_compiles(
     launches: list[Launched], dim: int, group_size: int, rank: int
 ) -> None:
