@@ -33,7 +33,7 @@ def passes_interpreted(name: str) -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     run = subprocess.run(
         [*command, f"tests/{name}"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
     assert " passed" in run.stdout, run.stdout[-2000:]

@@ -75,7 +75,7 @@ def test_a_port_in_use_gets_one_line_and_status_2() -> None:
             [sys.executable, ROOT / "app.py"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=500,
             env={**os.environ, "GRADIO_SERVER_PORT": port},
             cwd=ROOT,
             check=False,

@@ -38,7 +38,7 @@ def in_child(body: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """
     code = textwrap.dedent(head) + textwrap.dedent(body)
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, check=False
     )
 
 

@@ -116,7 +116,7 @@ def test_commands_end_with_one_line(command, tmp_path):
     if command[0] == "training.truth":
         pytest.importorskip("vizdoom", reason="ViZDoom is not installed")
     command = [sys.executable, "-m", *(word.format(tmp_path) for word in command)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 2 and done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
 

@@ -141,7 +141,7 @@ def test_a_quick_run_leaves_weights_that_load(engine, tmp_path):
     command += ["--decoder-minutes", "0.05"]
     done = subprocess.run(
         [sys.executable, "-m", "training.run_all", *command, "--device", "cpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=250,
+        cwd=ROOT, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)

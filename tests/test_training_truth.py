@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*arguments: str) -> str:
     """A command of training/; its exit status does not count, the engine may crash as it closes."""
     command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     return done.stdout + done.stderr
 
 
