@@ -182,8 +182,9 @@ def test_a_public_page_fetches_nothing_for_visitors(monkeypatch) -> None:
     with pytest.raises(UserError, match="--downloads"):
         closed.download("lingbot_v2_1p3b", True, quiet)
     assert asked == []
+    before = set(threading.enumerate())  # other tests leave some that wait
     LibraryBackend("embedded", ["bf16"], CPU).download("lingbot_v2_1p3b", True, quiet)
-    assert asked == ["lingbot_v2_1p3b"] and threading.active_count() < 50
+    assert asked == ["lingbot_v2_1p3b"] and set(threading.enumerate()) <= before
 
 
 def test_a_card_says_what_a_small_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
