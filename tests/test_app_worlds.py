@@ -76,7 +76,7 @@ def test_a_download_needs_agreement_and_runs_once(ask, backend) -> None:
     reply = ask("fetch", world="caves", agreed=True)
     assert not reply["ok"] and "ruins is being downloaded" in reply["error"]
     backend.fetch_gate.set()
-    ask.handlers.downloads.wait(10)
+    ask.handlers.downloads.wait(60)
     state = ask("worlds")["download"]
     assert state["error"] is None and not state["running"] and state["progress"] == 1.0
     assert backend.fetched == [("ruins", True)]
@@ -89,7 +89,7 @@ def test_a_download_that_breaks_is_one_line_and_tells_no_secrets() -> None:
     downloads = Downloads(fetch)
     for world, says in (("gone", "no network"), ("odd", "the server's log says why")):
         downloads.start(world, True)
-        downloads.wait(10)
+        downloads.wait(60)
         assert says in downloads.state()["error"] and "secret" not in downloads.state()["error"]
 
 
