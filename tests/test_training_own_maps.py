@@ -152,11 +152,11 @@ def test_an_episode_whose_walks_all_end_early_is_not_tried_again(wad, tmp_path, 
         started.append(seeds)
         record([seed for seed in seeds if seed != 1], 12, str(tmp_path), 0.0, own)
         process = subprocess.Popen([sys.executable, "-c", ""])
-        return frames._Worker(process, seeds, attempt, time.monotonic() + 60)
+        return frames._Worker(process, seeds, attempt, time.monotonic() + 250)
 
     monkeypatch.setattr(Recorder, "_start", start)
     recorder = Recorder([0, 1, 2], 12, tmp_path, processes=1, own=own)
-    recorder.wait(60)
+    recorder.wait(250)
     assert started == [[0, 1, 2], [1], [1]] and len(walks) == 2 * frames.WALKS
     assert sorted(recorder.given_up) == [0, 1, 2] and not list(tmp_path.iterdir())
 
@@ -165,7 +165,7 @@ def test_episodes_are_recorded_on_the_maps_that_were_asked_for(wad, tmp_path):
     pytest.importorskip("vizdoom", reason="frames are made with ViZDoom, which is not installed")
     own, _ = choose_maps(wad, None, ["MAP03"])
     recorder = Recorder([0, 1], 12, tmp_path, processes=1, own=own)
-    recorder.wait(60)
+    recorder.wait(250)
     assert recorder.given_up == []
     first, second = (load_episode(episode_path(tmp_path, seed)).frames for seed in (0, 1))
     assert first.shape == (12, 96, 128, 3) and first.std() > 5

@@ -123,7 +123,7 @@ def test_recorded_frames_repeat_and_follow_the_keys(engine, tmp_path):
     # Map 3 in company and alone; an engine's start is what this test costs.
     for run, seeds in (("a", [3, 4]), ("b", [3])):
         recorder = Recorder(seeds, 16, tmp_path / run, processes=1)
-        recorder.wait(60)
+        recorder.wait(250)
         assert recorder.given_up == []
     episodes = [load_episode(episode_path(tmp_path / run, 3)) for run in ("a", "b")]
     assert np.array_equal(episodes[0].frames, episodes[1].frames)
