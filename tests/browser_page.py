@@ -203,8 +203,9 @@ def controls(server):
 
 
 def stands(server) -> int:
-    """Chunks once the only page has paused and the loop has seen it: it answers a question between
-    two chunks, and the second answer comes after controls that are newer than the first."""
+    """Chunks once the only page, which ran or never did, has paused and the loop has seen it: it
+    answers a question between two chunks, and the second answer comes after controls that are newer
+    than the first."""
     until(lambda: not controls(server).run, "the server knows of the pause")
     (session,) = server.sessions._sessions.values()
     for _ in range(2):
