@@ -26,7 +26,6 @@ REGISTRY = {
     "beyond": ("beyond", "the evidence for qtc: recorded tensors, rollouts, recall"),
     "qtc": ("qtc", "qtc's kernels against the PyTorch code, and what they take"),
     "codebooks": ("codebooks", "bytes against quality when codebooks outlive spans"),
-    "stress-fused": ("stress_fused", "which ingredient of fused attention makes two runs differ"),
     "gpu-check": ("gpu_check", "every kernel against the reference on a GPU, then codec"),
 }
 
