@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,32 @@ POISON_BYTE = 0x5A
 
 
 @contextmanager
+def altered_empty(alter: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While it lasts, torch.empty returns what `alter` makes of what it gave."""
+    genuine = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> Tensor:
+        return alter(genuine(*shape, **options))
+
+    torch.empty = empty
+    try:
+        yield
+    finally:
+        torch.empty = genuine
+
+
+@contextmanager
 def guarded_allocations() -> Iterator[None]:
     """While it lasts, torch.empty returns poisoned memory between two fences.
 
     Floats are NaN, integers 0x5A bytes. RuntimeError at the end when a fence was touched.
     """
-    genuine = torch.empty
     fenced: list[tuple[Tensor, int]] = []
 
-    def empty(*shape: Any, **options: Any) -> Tensor:
-        plain = genuine(*shape, **options)
+    def fence(plain: Tensor) -> Tensor:
         length = plain.numel() * plain.element_size()
-        padded = length + (-length) % FENCE_BYTES
-        storage = genuine(padded + 2 * FENCE_BYTES, dtype=torch.uint8, device=plain.device)
-        storage.fill_(FENCE_VALUE)
+        size = length + (-length) % FENCE_BYTES + 2 * FENCE_BYTES
+        storage = torch.full((size,), FENCE_VALUE, dtype=torch.uint8, device=plain.device)
         inner = storage[FENCE_BYTES : FENCE_BYTES + length]
         tensor = inner.view(plain.dtype).view(plain.shape)
         if plain.dtype.is_floating_point:
@@ -38,11 +50,8 @@ def guarded_allocations() -> Iterator[None]:
         fenced.append((storage, length))
         return tensor
 
-    torch.empty = empty
-    try:
+    with altered_empty(fence):
         yield
-    finally:
-        torch.empty = genuine
     for storage, length in fenced:
         outside = torch.cat((storage[:FENCE_BYTES], storage[FENCE_BYTES + length :]))
         if not bool((outside == FENCE_VALUE).all()):
