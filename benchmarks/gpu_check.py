@@ -23,6 +23,7 @@ from benchmarks.agreement_beside import agree_beside, agree_replays
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.agreement_groups import agree_groups
 from benchmarks.agreement_qtc import agree_qtc
+from benchmarks.agreement_recorded import agree_recorded
 from benchmarks.agreement_rows import agree_rows
 from benchmarks.agreement_subspace import agree_subspace
 from benchmarks.apart import all_at_once
@@ -36,6 +37,7 @@ from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import QueryGuide, takes
 from quantwm.cache.formats.base import Fusible
+from quantwm.errors import UserError
 
 FULL_SIZE = (40, 4680, 128, 256, 64, 8)  # heads, tokens, head dim, centroids, group size, rank
 ODD_SIZES = (
@@ -211,6 +213,12 @@ def check_beside(device: torch.device) -> None:
         agree_beside(method, device)
 
 
+def check_graphs(device: torch.device) -> None:
+    """A clean pass that is replayed leaves what one leaves that is launched op by op."""
+    for method in ("quantwm", "qvg", "qvg-pro:stages=2", "quantwm:centroid_bits=8,clip=0.8"):
+        agree_recorded(method, device)
+
+
 def check_staged(device: torch.device) -> None:
     """The scratch of an attention against the history decoded alone."""
     generator = torch.Generator(device).manual_seed(4)
@@ -241,6 +249,7 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
     "staged": check_staged,
     "subspace": check_subspace,
     "beside": check_beside,
+    "graphs": check_graphs,
     "passes": check_passes,
     "qtc": agree_qtc,
     "bit-equal": check_two_runs_are_bit_equal,
@@ -255,18 +264,22 @@ CHECKS: dict[str, Callable[[torch.device], None]] = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     codec.arguments(parser)
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json and gpu_check.txt")
+    parser.add_argument("--only", help="names of checks, with commas; then nothing is timed")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All checks even when one fails, then the benchmark; `ok` says whether all held."""
     device = device_named("cuda")
     print(f"{hardware(device)}; {explain(device)}", flush=True)
-    checks = _all_checks()
+    names = list(CHECKS) if options.only is None else options.only.split(",")
+    if unknown := sorted(set(names) - set(CHECKS)):
+        raise UserError(f"--only takes {', '.join(CHECKS)}; got {', '.join(unknown)}")
+    checks = _all_checks(names)
     result: dict[str, Any] = {"benchmark": "gpu-check", "checks": checks}
     result["ok"] = all(check["ok"] for check in checks.values())
     options.skip_gate = result["ok"]
     try:
-        result["codec"] = codec.run(options)
+        result["codec"] = None if options.only else codec.run(options)
     except Disagreement as wrong:
         result["codec"] = None
         result["ok"] = False
@@ -278,17 +291,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _all_checks() -> dict[str, dict[str, Any]]:
-    """Every check in a process of its own, at once: most of their time is compiling on the CPU."""
+def _all_checks(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Every one in a process of its own, at once: most of their time is compiling on the CPU."""
     threads = max(1, (os.cpu_count() or 1) // 4)
     done: dict[str, dict[str, Any]] = {}
-    for name, check in all_at_once(_outcome, list(CHECKS), threads):
+    for name, check in all_at_once(_outcome, names, threads):
         if isinstance(check, RuntimeError):
             check = {"ok": False, "seconds": 0.0, "failure": str(check)}
         done[name] = check
         verdict = "ok  " if check["ok"] else "FAIL"
         print(f"{verdict} {name} ({check['seconds']} s) {check['failure'] or ''}", flush=True)
-    return {name: done[name] for name in CHECKS}
+    return {name: done[name] for name in names}
 
 
 def _outcome(name: str, threads: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from quantwm.cache import FORMATS, KVCache, batch
 from quantwm.cache import attention as cache_attention
 from quantwm.cache.beside import in_turn
 from quantwm.cache.reading import Reading
+from quantwm.cache.recorded import op_by_op
 from quantwm.engine import Engine
 from quantwm.engine_types import BlockResult
 from quantwm.errors import UserError
@@ -44,6 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
     parser.add_argument("--no-graphs", action="store_true", help="launch op by op")
     parser.add_argument("--in-turn", action="store_true", help="encode on the model's own stream")
+    parser.add_argument("--op-by-op", action="store_true", help="encode batches without graphs")
     parser.add_argument("--alone", action="store_true", help="encode each layer by itself")
     parser.add_argument("--kernels", type=int, default=0, help="name so many of the costliest")
     parser.add_argument("--offload", action="store_true", help="blocks wait on the CPU")
@@ -71,6 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         together = 0 if options.alone else batch.BATCH_BYTES
         with (
             in_turn() if options.in_turn else nullcontext(),
+            op_by_op() if options.op_by_op else nullcontext(),
             patch.object(batch, "BATCH_BYTES", together),
         ):
             rows.append(_row(walked, group, options))

@@ -224,7 +224,7 @@ def test_heads_of_many_layers_are_encoded_as_those_of_one(
     }
     books = Codebooks(0 if opens else 1, pairs)
     given = fmt, generator, slots, k, v, guide, [pairs[slot] for slot in slots], opens
-    for place, (spans, fitted) in enumerate(encode_slots(*given)):
+    for place, (spans, fitted) in enumerate(encode_slots(*given).slots):
         one = encode_pair(fmt, generator, slots[place], k[place], v[place], guide, books)
         for mine, wanted in zip((*spans, *fitted), (*one[0], *one[1]), strict=True):
             for ours, theirs in zip(_tensors(fmt, mine), _tensors(fmt, wanted), strict=True):

@@ -137,7 +137,7 @@ def test_scratch_keeps_to_its_limit() -> None:
     assert found == 10 * 154_680 * 128 * 2 * 2 < 800_000_000
     open_history = plan({"qvg": {}}, replace(load, windowed=False)).methods[0].scratch_bytes
     assert found <= open_history <= 800_000_000
-    endless = replace(load, windowed=False, tokens=2**40, heads=1)
+    endless = replace(load, windowed=False, tokens=2**40, heads=1, layers=1)
     assert plan({"qvg": {}}, endless).methods[0].scratch_bytes == (2**40 + 4680) * 128 * 4
 
 

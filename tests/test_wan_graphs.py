@@ -9,6 +9,7 @@ import torch
 from test_wan_loading import CONFIGS
 from wan_helpers import GRID, LATENT, make_cache, make_model
 
+from quantwm.cache import KVCache
 from quantwm.errors import UserError
 from quantwm.worlds.wan import hy_actions, matrix_actions
 from quantwm.worlds.wan.graphs import GraphedWan, worthwhile
@@ -158,3 +159,19 @@ def test_cuda_graphs_equal_the_ops_one_by_one(cuda, name: str) -> None:
     world.forward = world.model
     for one, other in zip(graphed, latents(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_static_keys_and_values_are_said_to_last(
+    graphed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[tuple[bool, bool]] = set()
+    attend = KVCache.attend
+
+    def noted(self: KVCache, *given: object, lasting: bool = False, **options: bool):
+        seen.add((options["clean"], lasting))
+        return attend(self, *given, lasting=lasting, **options)
+
+    monkeypatch.setattr(KVCache, "attend", noted)
+    rollout("causal_forcing", torch.float32, "bf16", graphed)
+    assert seen == {(False, graphed), (True, graphed)}

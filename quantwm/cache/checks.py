@@ -65,29 +65,19 @@ def check_finite(chunk: OpenChunk, write: LayerWrite, queries: bool, batched: bo
             raise UserError(_not_finite(name))
 
 
-def keep_extremes(
-    chunk: OpenChunk,
-    spec: CacheSpec,
-    slots: Sequence[int],
-    k: Tensor,
-    v: Tensor,
-    moments: Sequence[Tensor | None],
-) -> None:
-    """The extremes of many slots' keys, values and queries, for later.
+def keep_extremes(chunk: OpenChunk, spec: CacheSpec, slots: Sequence[int], ends: Tensor) -> None:
+    """The extremes of many slots' keys, values and, where they are wanted, queries, for later.
 
-    k, v: [slots, H, N, D]. moments: of the slots' queries, float32 [H, D, D] each, None for a slot
-    without. Where a query is not finite the sums of squares are not either, and they are few; nor
-    are they of queries beyond 1e18, of which the statistics could make nothing.
+    ends: see `batch.Encoded`.
     """
-    found = [("keys", slots, k), ("values", slots, v)]
-    asked = [slot for slot, moment in zip(slots, moments, strict=True) if moment is not None]
-    if asked:
-        sums = torch.stack([m.diagonal(dim1=1, dim2=2) for m in moments if m is not None])
-        found.append(("queries", asked, sums))
-    for role, those, tensor in found:
-        places = [divmod(slot, spec.layers) for slot in those]
-        names = [f"layer {at} {role} (stream {spec.streams[stream]})" for stream, at in places]
-        chunk.extremes.append((names, *torch.aminmax(tensor.flatten(1), dim=1)))
+    places = [divmod(slot, spec.layers) for slot in slots]
+    roles = ("keys", "values", "queries")[: ends.shape[1] // len(slots)]
+    names = [
+        f"layer {at} {role} (stream {spec.streams[stream]})"
+        for role in roles
+        for stream, at in places
+    ]
+    chunk.extremes.append((names, *ends))
 
 
 def flags(chunk: OpenChunk) -> list[Tensor]:

@@ -32,13 +32,17 @@ keep a GPU busy alone, and would take twice what k-means takes beside them."""
 
 @dataclass(frozen=True)
 class LayerWrite:
-    """One layer's keys and values of a chunk. k, v: [H, N, D]; q: [H, Nq, D] or None."""
+    """One layer's keys and values of a chunk. k, v: [H, N, D]; q: [H, Nq, D] or None.
+
+    lasting: they lie where those of earlier chunks did.
+    """
 
     layer: int
     k: Tensor
     v: Tensor
     q: Tensor | None = None
     stream: str = "self"
+    lasting: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,14 @@ class OpenChunk:
             known.streams.join()
         self.staging = None
         if self.batch is not None and not self.batch.waiting:
+            self.batch.release()
             self.batch = None
+
+    def give_up(self) -> None:
+        """As `join`; nothing waits any longer."""
+        if self.batch is not None:
+            self.batch.waiting = {}
+        self.join()
 
     def written(self, slot: int) -> bool:
         """Whether the slot's clean pass was."""
@@ -134,7 +145,6 @@ class OpenChunk:
     def pending(self, fmt: Format[Any]) -> list[Tensor]:
         """Every tensor that waits for finalize_chunk; fmt: that of what is not sink."""
         held = [tensor for write in self.writes.values() for tensor in write.tensors(fmt)]
-        held += [] if self.batch is None else self.batch.tensors()
         if self.guide is None:
             return held
         return [*held, *self.guide.statistics(), *self.guide.places(), *self.guide.bases()]

@@ -113,6 +113,7 @@ class Held:
         )
         scratch = self.workspace.tensors()
         own = take_stock(self.spec, self._segments, extra, self._pending(), self._learner, scratch)
+        own = replace(own, scratch_bytes=own.scratch_bytes + self.workspace.hidden_bytes)
         return with_companions(own, [cache.ledger() for cache in self._companions.values()])
 
     @saying_what_fits
@@ -157,7 +158,7 @@ class Held:
         for companion in self._companions.values():
             companion.reset()
         if self._open is not None:
-            self._open.join()
+            self._open.give_up()
         self._open = None
         self._segments = []
         self._books, self._fit = Codebooks(), BookFit()
@@ -192,7 +193,7 @@ class Held:
     def abort_chunk(self) -> None:
         """Forget the open chunk, if there is one: the cache is as it was before begin_chunk."""
         if self._open is not None:
-            self._open.join()
+            self._open.give_up()
             self._generator.set_state(self._open.generator_state)
             self._open = None
         for companion in self._companions.values():

@@ -84,15 +84,18 @@ class KVCache(Held, Savable):
         clean: bool = False,
         stream: str = "self",
         score_bias: ScoreBias | None = None,
+        lasting: bool = False,
     ) -> Tensor:
         """Attention of the open chunk over the visible history and itself.
 
         q: [H, Nq, D]; k, v: [H, tokens of the chunk, D]. Returns [H, Nq, D] in the cache's dtype.
         clean: also encode keys and values, once per layer and stream, and hold them as pending.
+        lasting: q, k and v lie where those of earlier chunks did, as the outputs of a world's CUDA
+        graphs do; copying them may be recorded.
         Raises RuntimeError outside a chunk or on a second clean pass, UserError on a bad shape,
         layer or stream, and on NaN or infinity in a clean pass (on CUDA finalize_chunk does).
         """
-        write = LayerWrite(layer, k, v, q, stream)
+        write = LayerWrite(layer, k, v, q, stream, lasting)
         seen = self.reading(write, clean)
         q = q.to(self.dtype)
         bias = None
@@ -292,7 +295,7 @@ class KVCache(Held, Savable):
             most = slots_together(self.fmt, slots, *write.k.shape)
             pairs = list(self._books.pairs.values())
             if most > 1 and len(pairs) == slots and are_warm(pairs):
-                chunk.batch = Batch(staging.streams, most)
+                chunk.batch = Batch.of(staging.streams, most, write.k, self.workspace)
         return chunk.batch
 
     def _wait_in(self, batch: Batch, chunk: OpenChunk, write: LayerWrite) -> None:
@@ -300,7 +303,7 @@ class KVCache(Held, Savable):
         slot = checks.slot_of(self.spec, write.layer, write.stream)
         q = write.q if self.fmt.uses_queries else None
         checks.check_finite(chunk, write, queries=q is not None, batched=True)
-        batch.put(slot, write.k, write.v, (None, 0) if q is None else (moment(q), q.shape[1]))
+        batch.put(slot, write.k, write.v, q, write.lasting)
         slots = self.spec.layers * len(self.spec.streams)
         if not batch.full(slots - len(chunk.writes) - len(batch.waiting), slots):
             return
@@ -314,15 +317,19 @@ class KVCache(Held, Savable):
         """Encode the slots that wait and hold them as pending."""
         slots, queries = list(batch.waiting), list(batch.waiting.values())
         books = [self._books.pairs[slot] for slot in slots]
-        with batch.staged() as pair:
+        with batch.staged() as (k, v, moments):
             guide = self._guide(chunk)  # its bases too are found beside the model
             opens = self._books.span != guide.span.number
-            if self.device.type == "cuda":
-                moments = [moment for moment, _ in queries]
-                checks.keep_extremes(chunk, self.spec, slots, *pair, moments)
-            found = encode_slots(self.fmt, self._generator, slots, *pair, guide, books, opens)
-        for slot, seen, (spans, fitted) in zip(slots, queries, found, strict=True):
-            chunk.writes[slot] = PendingWrite(None, spans, fitted, None, *seen)
+            run = batch.recorded(self.fmt.name, self.fmt.config, opens, moments is None)
+            given = (self.fmt, self._generator, slots, k, v, guide, books, opens, moments, run)
+            found = encode_slots(*given)
+        if self.device.type == "cuda":
+            checks.keep_extremes(chunk, self.spec, slots, found.ends)
+        for slot, count, seen, (spans, fitted) in zip(
+            slots, queries, found.moments, found.slots, strict=True
+        ):
+            asked = seen if count else None
+            chunk.writes[slot] = PendingWrite(None, spans, fitted, None, asked, count)
 
     def _encode(self, chunk: OpenChunk, write: LayerWrite) -> None:
         slot = checks.slot_of(self.spec, write.layer, write.stream)

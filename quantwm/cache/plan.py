@@ -32,13 +32,14 @@ class MethodPlan:
         bytes_packed: of the compressed tokens alone, what `ratio` divides by.
         bytes_bf16: of the whole history in BF16.
         scratch_bytes: of one layer's decoded history and current chunk, in as many heads at a time
-            as its limit allows; with what an open history reserves to grow.
+            as its limit allows; with what an open history reserves to grow. In BF16 also what many
+            small layers wait in and are encoded in together (see batch.py).
         pending_bytes: while a chunk is committed: its packed form and query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
         transient_bytes: of one layer's clean pass, until its share of the chunk is packed: the
-            attention's output, in BF16 the copies that are encoded beside the model (of many small
-            layers together with what kernels take, see batch.py), and queries in FP32 where their
-            moment is wanted of such. What kernels take beside one is small and not in it.
+            attention's output, in BF16 the copies that are encoded beside the model, where layers
+            are encoded one by one, and queries in FP32 where their moment is wanted of such. What
+            kernels take beside one is small and not in it.
         peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
             when the clean passes are done, but what they packed is held by then.
     """
@@ -92,13 +93,15 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         held["statistics"] = load.layers * learned
     whole = load.tokens * bf16
     packing, rebuilding = _packing_bytes(fmt, load), _rebuilding_bytes(fmt, load, spans)
-    scratch, transient = _scratch_bytes(load), _transient_bytes(fmt, load)
+    together = _together_bytes(fmt, load)
+    scratch, transient = _scratch_bytes(load), _transient_bytes(fmt, load, not together)
     for stream in load.companions:
         beside = plan_method("bf16", make_format("bf16"), stream)
         _add(held, beside.bytes)
         whole += beside.bytes_bf16
         packing += beside.pending_bytes
         scratch = max(scratch, beside.scratch_bytes)
+    scratch += together
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
     return MethodPlan(
@@ -200,19 +203,24 @@ def _rebuilding_bytes(
     return rebuilt
 
 
-def _transient_bytes(fmt: Format[Any], load: Workload) -> int:
+def _together_bytes(fmt: Format[Any], load: Workload) -> int:
+    """Of what small layers wait and are encoded in together."""
+    if load.scratch_itemsize > 2 or not load.current_tokens or load.recent_tokens:
+        return 0
+    return batch_bytes(fmt, load.layers, load.heads, load.current_tokens, load.head_dim)
+
+
+def _transient_bytes(fmt: Format[Any], load: Workload, alone: bool) -> int:
+    """alone: whether each layer is encoded by itself."""
     each = load.scratch_itemsize
     share = load.heads, load.current_tokens, load.head_dim
-    together = 0
-    if load.scratch_itemsize == 2 and load.current_tokens and not load.recent_tokens:
-        together = batch_bytes(fmt, load.layers, *share)
     if isinstance(fmt, Learns):
         each += 4
-    elif fmt.compresses and load.scratch_itemsize == 2 and not together:
+    elif fmt.compresses and load.scratch_itemsize == 2 and alone:
         each += 6 if fmt.uses_queries else 4
     if fmt.uses_queries and (load.scratch_itemsize > 2 or wants_unrotated(fmt)):
         each += 4
-    return math.prod(share) * each + together
+    return math.prod(share) * each
 
 
 class LaneLike(Protocol):

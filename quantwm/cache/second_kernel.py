@@ -30,8 +30,9 @@ class SecondKernelCache:
         clean: bool = False,
         stream: str = "self",
         score_bias: ScoreBias | None = None,
+        lasting: bool = False,
     ) -> Tensor:
-        """KVCache.attend by the second kernel; raises as it does."""
+        """KVCache.attend by the second kernel; raises as it does. lasting: without effect here."""
         keys, values = self._cache.gather(layer, k, v, clean=clean, stream=stream, q=q)
         q = q.to(keys.dtype)
         past = keys.shape[1] - k.shape[1]

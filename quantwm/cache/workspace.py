@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,20 @@ KEPT_ON_CPU = 128_000_000
 """Bytes of histories that an engine keeps from pass to pass of a chunk on a CPU, where decoding
 them again takes a third of a chunk: 8,192 tokens of the embedded world's 10 layers. A GPU decodes
 faster than it would read a second layer's scratch from memory that the cache is there to save."""
+
+
+class Lent(Protocol):
+    """What an open chunk works in and leaves to the next one."""
+
+    def tensors(self) -> Sequence[Tensor]: ...
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of memory that is no tensor."""
+        ...
+
+
+LentT = TypeVar("LentT", bound=Lent)
 
 
 @dataclass
@@ -120,6 +134,21 @@ class Workspace:
         self._values: Tensor | None = None
         self._room: Tensor | None = None
         self._views: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.lent: list[Lent] = []
+        self._free: dict[Hashable, list[Any]] = {}
+
+    def lend(self, kind: Hashable, make: Callable[[], LentT]) -> LentT:
+        """What open chunks of one kind work in, for one of them until `take_back`; made where none
+        is free. It lasts, and is counted, until `release`."""
+        free = self._free.setdefault(kind, [])
+        if not free:
+            free.append(make())
+            self.lent.append(free[-1])
+        return free.pop()
+
+    def take_back(self, kind: Hashable, lent: Lent) -> None:
+        if any(lent is known for known in self.lent):
+            self._free[kind].append(lent)
 
     def take(
         self,
@@ -208,16 +237,24 @@ class Workspace:
     def tensors(self) -> tuple[Tensor, ...]:
         kept = (t for held in self._kept.values() for t in (held.keys, held.values))
         own = (self._keys, self._values, self._room)
-        return (*(t for t in own if t is not None), *kept)
+        lent = (t for one in self.lent for t in one.tensors())
+        return (*(t for t in own if t is not None), *kept, *lent)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of memory that is no tensor: what recordings work in."""
+        return sum(one.hidden_bytes for one in self.lent)
 
     @property
     def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self.tensors())
+        return sum(t.untyped_storage().nbytes() for t in self.tensors()) + self.hidden_bytes
 
     def release(self) -> None:
         self._drop()
         self._room = None
         self._kept.clear()
+        self.lent.clear()
+        self._free.clear()
 
     def _drop(self) -> None:
         self._keys = self._values = None

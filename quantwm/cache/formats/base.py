@@ -121,11 +121,16 @@ class Batched(Protocol):
 class Parted(Protocol):
     """A format that encodes every head by itself, so that many slots may come as heads of one."""
 
+    def for_parting(self, span: Any, count: int) -> Any:
+        """A span of so many slots with all that `parted` makes views of."""
+        ...
+
     def parted(
         self, span: Any, books: Sequence[Codebook], guides: Sequence[QueryGuide]
     ) -> list[Any]:
-        """The spans of as many slots, whose heads lie behind each other in `span`: each with its
-        own codebook and basis, the other tensors parts of the span's."""
+        """The spans of as many slots, whose heads lie behind each other in `span`, which comes from
+        `for_parting`: each with its own codebook and basis, the other tensors parts of the span's.
+        """
         ...
 
 

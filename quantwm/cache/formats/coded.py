@@ -69,6 +69,9 @@ class CodedFormat(Generic[SpanT]):
         )
         return [s.with_rows(*rows) for s, *rows in zip(spans, *parts, strict=True)]
 
+    def for_parting(self, span: SpanT, count: int) -> SpanT:
+        return span
+
     def parted(
         self, span: SpanT, books: Sequence[Codebook], guides: Sequence[QueryGuide]
     ) -> list[SpanT]:

@@ -201,6 +201,9 @@ class QuantWMFormat:
     def cut_all(self, spans: Sequence[QuantWMSpan], start: int, stop: int) -> list[QuantWMSpan]:
         return cut_all(spans, start, stop)
 
+    def for_parting(self, span: QuantWMSpan, count: int) -> QuantWMSpan:
+        return replace(span, chunk_stops=span.chunk_stops.repeat(count))
+
     def parted(
         self, span: QuantWMSpan, books: Sequence[Codebook], guides: Sequence[QueryGuide]
     ) -> list[QuantWMSpan]:

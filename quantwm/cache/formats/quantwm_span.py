@@ -150,7 +150,8 @@ class QuantWMSpan:
     def parted(
         self, books: Sequence[Codebook], bases: Sequence[Tensor | None]
     ) -> list[QuantWMSpan]:
-        """Spans of one chunk, of as many slots, whose heads lie behind each other here."""
+        """Spans of one chunk, of as many slots, whose heads lie behind each other here; so do
+        their stops."""
         count, rows = len(books), self.correction
         corrections: list[Correction | None] = [None] * count
         if rows is not None:
@@ -168,7 +169,7 @@ class QuantWMSpan:
             part_rows(self.ids, count),
             part_rows(self.scales, count),
             part_rows(self.secondary, count, anywhere=True),
-            self.chunk_stops.repeat(count).split(1),
+            self.chunk_stops.split(1),
             [self.chunk_tokens] * count,
             part_rows(self.zeros, count),
             books,

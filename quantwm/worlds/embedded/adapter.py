@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from quantwm.cache.capture import CudaCapture
 from quantwm.cache.spec import CachePolicy, CacheSpec, RopeLayout
 from quantwm.errors import UserError
 from quantwm.worlds.base import (
@@ -23,7 +24,6 @@ from quantwm.worlds.base import (
     StartState,
     WorldSpec,
 )
-from quantwm.worlds.capture import CudaCapture
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes, to_signed
 from quantwm.worlds.embedded.config import PRESETS, EmbeddedConfig
 from quantwm.worlds.embedded.dtypes import check_dtype, pick_cpu_dtype

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quantwm.worlds.capture import Capture, Captured
+from quantwm.cache.capture import Capture, Captured
 from quantwm.worlds.embedded.autoencoder import Autoencoder, to_bytes
 from quantwm.worlds.embedded.pose import FEATURES
 from quantwm.worlds.embedded.transformer import Attend, Transformer

@@ -57,6 +57,7 @@ class AbsoluteAttention:
         self, cache: KVCache, first_frame: int, frames: int, grid: Grid, clean: bool
     ) -> None:
         self.cache, self.clean = cache, clean
+        self.lasting = False  # who calls it with static tensors says so
         self.positions = chunk_positions(
             first_frame, frames, grid, cache.spec.head_dim, cache.dtype, cache.device
         )
@@ -65,7 +66,7 @@ class AbsoluteAttention:
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        return (self.cache.attend(layer, q, k, v, clean=self.clean),)
+        return (self.cache.attend(layer, q, k, v, clean=self.clean, lasting=self.lasting),)
 
 
 class StreamHistory:

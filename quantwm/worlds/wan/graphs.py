@@ -12,13 +12,14 @@ from functools import partial
 
 import torch
 
-from quantwm.worlds.capture import Capture
+from quantwm.cache.capture import Capture
 from quantwm.worlds.wan.action_module import (
     ActionModule,
     ActionPass,
     keyboard_attention,
     mouse_attention,
 )
+from quantwm.worlds.wan.attention import AbsoluteAttention
 from quantwm.worlds.wan.backbone import Block, CausalWan, ContextKV, Pass, Vectors
 
 WORTHWHILE_FLOPS = 1.5e12
@@ -108,6 +109,8 @@ class _GraphedPass:
 
     def __call__(self, latents: torch.Tensor, inputs: Pass) -> torch.Tensor:
         self._fill(latents, inputs)
+        if isinstance(inputs.attention, AbsoluteAttention):
+            inputs.attention.lasting = True
         for replay, outside in self.pieces:
             replay()
             outside(inputs)

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from quantwm.cache.capture import CudaCapture
 from quantwm.errors import UserError
 from quantwm.worlds.base import ChunkAction, ChunkOutput, LaneState, Scene, StartState
-from quantwm.worlds.capture import CudaCapture
 from quantwm.worlds.wan import presets
 from quantwm.worlds.wan.backbone import CausalWan, ContextKV, Forward
 from quantwm.worlds.wan.catalog import Entry
