@@ -1,13 +1,10 @@
 """Attention that decodes packed keys and values in registers: fused, without a scratch.
 
 Floor (operations): 4 Nq Nk D per head on the tensor cores (989 TFLOP/s by an H200's datasheet),
-packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys (H200, 2026-11-30): BF16 495
-TFLOP/s, 50%; packed 167 (qvg) and 148 (quantwm), 17% and 15% (cuDNN's BF16: 612, 62%).
-A packed tile costs on top about 3 instructions an element, which a program's queries share.
-Faster ones exist and are not here: loads of a tile going out together (in the history of this
-file, 2026-11-30) and one stage took 11.7 ms for qvg where this takes 18.8, but two runs over rows
-corrected by PSAC differed, and some read illegal addresses, this file's loop in one stage too: of
-rank 17 to 32, whose tiles of 64 bytes a row ptxas 12.8 (Triton 3.6 and 3.7) loses a register of.
+packed or not. Reached, 40 heads of 4,680 queries and 28,080 keys (H200, 2026-11-30): BF16 428
+TFLOP/s, 43%; packed 205 (qvg) and 184 (quantwm, rank 8), 21% and 19%, measured before PSAC's
+products were cut at 16 directions. A packed tile costs about 2.5 instructions an element on top,
+which the queries of a program share.
 """
 
 from __future__ import annotations
@@ -18,11 +15,12 @@ import triton.language as tl
 from kernels.tile import (
     affine_scales,
     as_operand,
-    centroid_rows,
-    code_levels,
+    channels_of,
     code_words,
     e4m3_value,
+    of_words,
     scale_bytes,
+    word_levels,
 )
 
 # Kinds of a side, as constants of the kernel: 0 plain, 1 ternary, 2 affine, 3 INT8 keys.
@@ -58,81 +56,142 @@ def _plain_tile(ptr, first, stride_n, rows, valid, D: tl.constexpr):
 
 
 @triton.jit
+def _ids(ids_ptr, first, rows, stop):
+    return tl.load(ids_ptr + tl.cast(first, tl.int64) + rows, mask=rows < stop - first, other=0)
+
+
+@triton.jit
+def _tile_loads(
+    codes_ptr, centroids_ptr, ids, scales_ptr, zeros_ptr, first, rows, valid,
+    D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Code words, centroids, scale and zero bytes of a tile, from token `first` of the head on."""
+    means = tl.load(centroids_ptr + ids.to(tl.int32)[:, None, None] * D + channels_of(D))
+    words = code_words(codes_ptr + tl.cast(first, tl.int64) * (D // 16), rows, valid, D)
+    scales, zeros = scale_bytes(scales_ptr, zeros_ptr, first, rows, valid, D, GROUP, KIND == 2)
+    return words, means, scales, zeros
+
+
+@triton.jit
 def _packed_tile(
-    codes_ptr, ids_ptr, centroids_ptr, scales, zeros, step, first, rows, valid,
+    words, means, scales, zeros, step, first, rows,
     D: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
-    """A decoded tile [BLOCK_N, D] from token `first` of the head, whose pointers are given.
-
-    scales, zeros: of scale_bytes.
+    """A decoded tile [BLOCK_N, D] of what _tile_loads gave.
 
     PACKED_MATH: two channels an instruction in BF16, which rounds an affine scale to BF16 (2^-9
     of a residual of a few scales); without it float32, as the interpreter needs.
     """
-    at = tl.cast(first, tl.int64)
-    codes_ptr += at * (D // 16)
     if KIND == 1:
         scale = e4m3_value(scales.to(tl.int32))
         zero = tl.full(scale.shape, 1.0, tl.float32)
     else:
         scale, zero = affine_scales(scales, zeros, first, step, rows, D, GROUP)
-    means = centroid_rows(ids_ptr + at, centroids_ptr, rows, valid, D)
+    scale, zero = of_words(scale, D, GROUP), of_words(zero, D, GROUP)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
             asm=_LEVELS_ASM,
             constraints="=r,r,r,r,r,r",
             args=[
-                _apart(code_words(codes_ptr, rows, valid, D)),
+                _apart(words),
                 (zero + 128.0).to(tl.bfloat16)[:, :, None], scale.to(tl.bfloat16)[:, :, None],
                 means,
             ],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
     else:
-        levels = code_levels(codes_ptr, zero, rows, valid, D)
+        levels = word_levels(words, zero)
         values = (levels * scale[:, :, None] + means.to(tl.float32)).to(DOT_DTYPE)
     return tl.reshape(values, (BLOCK_N, D))
 
 
 @triton.jit
+def _turned(q, basis_ptr, FIRST: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr,
+            DOT_DTYPE: tl.constexpr):  # fmt: skip
+    """Queries in 16 of the directions that keys are corrected in, from FIRST on; 0 beyond RANK.
+
+    basis_ptr: of the head. 16 at a time, for 32 numbers of BF16 are rows of 64 bytes in shared
+    memory, and ptxas 12.8 (Triton 3.6 and 3.7) loses a register of such a tile's descriptor: two
+    runs differed, and some read where no shared memory is (tests/sass.py finds it).
+    """
+    direction = FIRST + tl.arange(0, 16)
+    basis = tl.load(
+        basis_ptr + tl.arange(0, D)[:, None] * RANK + direction[None, :],
+        mask=(direction < RANK)[None, :], other=0.0,
+    )  # fmt: skip
+    turned = tl.dot(q, as_operand(basis, DOT_DTYPE), input_precision="ieee")
+    return turned.to(DOT_DTYPE)
+
+
+@triton.jit
+def _coefficients(ptr, row, rows, there, FIRST: tl.constexpr, RANK: tl.constexpr):
+    """Coefficients of a tile's keys in the same 16 directions, int8 [BLOCK_N, 16].
+
+    row: number of the tile's first token among those that have some, maybe negative.
+    """
+    direction = FIRST + tl.arange(0, 16)
+    return tl.load(
+        ptr + row * RANK + rows[:, None] * RANK + direction[None, :],
+        mask=there[:, None] & (direction < RANK)[None, :], other=0,
+    )  # fmt: skip
+
+
+@triton.jit
+def _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE: tl.constexpr,
+               CHAINED: tl.constexpr):  # fmt: skip
+    """Scores with what 16 directions add to them."""
+    turning = coefficients.to(tl.float32) * row_scales.to(tl.float32)[:, None]
+    turning = tl.trans(turning.to(DOT_DTYPE))
+    if CHAINED:
+        scores = tl.dot(turned, turning, scores, input_precision="ieee")
+    else:
+        scores += tl.dot(turned, turning, input_precision="ieee")
+    return scores
+
+
+@triton.jit
 def _attend_range(
-    q, q_scale, turned, sums, largest, total, first, last, stop, k_step, v_step,
+    q, q_scale, turned, turned_2, sums, largest, total, first, last, stop, k_step, v_step,
     first_corrected, scale,
     k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr, k_zeros_ptr,
     coefficients_ptr, row_scales_ptr,
     v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr,
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
-    V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr,
-    MASKED: tl.constexpr,
+    V_GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax after tokens first .. last - 1. MASKED: some of them lie beyond stop.
 
     largest is in the scores' own unit, so that scaling and shifting are one multiply-add.
     """
-    offs_r = tl.arange(0, RANK_PAD)
     rows = tl.arange(0, BLOCK_N)
-    # Bytes of a tile are loaded a tile ahead: single bytes are not copied asynchronously.
-    there = rows < stop - first
-    k_scales, k_zeros, v_scales, v_zeros = 0, 0, 0, 0
+    # Of packed tiles only ids are loaded a tile ahead: the rest then goes out together, and nothing
+    # is under way where a decoded tile is handed to the tensor cores, which waits for all of it.
+    k_ids, v_ids = 0, 0
     if K_KIND == 1 or K_KIND == 2:
-        k_scales, k_zeros = scale_bytes(
-            k_scales_ptr, k_zeros_ptr, first, rows, there, D, K_GROUP, K_KIND == 2
-        )
+        k_ids = _ids(k_ids_ptr, first, rows, stop)
     if V_KIND > 0:
-        v_scales, v_zeros = scale_bytes(
-            v_scales_ptr, v_zeros_ptr, first, rows, there, D, V_GROUP, V_KIND == 2
-        )
-    if RANK > 0:
-        row_scales = tl.load(
-            row_scales_ptr + tl.cast(first, tl.int64) - first_corrected + rows,
-            mask=there & (rows >= first_corrected - first), other=0.0,
-        )  # fmt: skip
+        v_ids = _ids(v_ids_ptr, first, rows, stop)
     for begin in range(first, last, BLOCK_N):
         valid = (rows < stop - begin) if MASKED else tl.full((BLOCK_N,), True, tl.int1)
-        after = begin + BLOCK_N
-        there = rows < stop - after
+        if K_KIND == 1 or K_KIND == 2:
+            k_words, k_means, k_scales, k_zeros = _tile_loads(
+                k_codes_ptr, k_centroids_ptr, k_ids, k_scales_ptr, k_zeros_ptr, begin, rows, valid,
+                D, K_GROUP, K_KIND,
+            )  # fmt: skip
+        if V_KIND > 0:
+            v_words, v_means, v_scales, v_zeros = _tile_loads(
+                v_codes_ptr, v_centroids_ptr, v_ids, v_scales_ptr, v_zeros_ptr, begin, rows, valid,
+                D, V_GROUP, V_KIND,
+            )  # fmt: skip
+        if RANK > 0:
+            there = valid & (rows >= first_corrected - begin)
+            row = tl.cast(begin, tl.int64) - first_corrected
+            row_scales = tl.load(row_scales_ptr + row + rows, mask=there, other=0.0)
+            coefficients = _coefficients(coefficients_ptr, row, rows, there, 0, RANK)
+            if RANK > 16:
+                coefficients_2 = _coefficients(coefficients_ptr, row, rows, there, 16, RANK)
         if K_KIND == 3:
             k = _plain_tile(k_ptr, begin, k_stride_n, rows, valid, D)
             steps = tl.load(k_scales_ptr + begin + rows, mask=valid, other=0.0)
@@ -143,29 +202,23 @@ def _attend_range(
                 k = as_operand(_plain_tile(k_ptr, begin, k_stride_n, rows, valid, D), DOT_DTYPE)
             else:
                 k = _packed_tile(
-                    k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales, k_zeros, k_step,
-                    begin, rows, valid, D, K_GROUP, K_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
+                    k_words, k_means, k_scales, k_zeros, k_step, begin, rows, D, K_GROUP, K_KIND,
+                    BLOCK_N, DOT_DTYPE, PACKED_MATH,
                 )  # fmt: skip
-                k_scales, k_zeros = scale_bytes(
-                    k_scales_ptr, k_zeros_ptr, after, rows, there, D, K_GROUP, K_KIND == 2
-                )
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
-                corrected = valid & (rows >= first_corrected - begin)
-                row = tl.cast(begin, tl.int64) - first_corrected
-                coefficients = tl.load(
-                    coefficients_ptr + row * RANK + rows[:, None] * RANK + offs_r[None, :],
-                    mask=corrected[:, None] & (offs_r < RANK)[None, :], other=0,
-                ).to(tl.float32)  # fmt: skip
-                coefficients = (coefficients * row_scales.to(tl.float32)[:, None]).to(DOT_DTYPE)
-                if CHAINED:
-                    scores = tl.dot(turned, tl.trans(coefficients), scores, input_precision="ieee")
-                else:
-                    scores += tl.dot(turned, tl.trans(coefficients), input_precision="ieee")
-                row_scales = tl.load(
-                    row_scales_ptr + row + BLOCK_N + rows,
-                    mask=there & (rows >= first_corrected - after), other=0.0,
-                )  # fmt: skip
+                scores = _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE, CHAINED)
+                if RANK > 16:
+                    scores = _corrected(
+                        scores, turned_2, coefficients_2, row_scales, DOT_DTYPE, CHAINED
+                    )
+        if V_KIND == 0:
+            v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
+        else:
+            v = _packed_tile(
+                v_words, v_means, v_scales, v_zeros, v_step, begin, rows, D, V_GROUP, V_KIND,
+                BLOCK_N, DOT_DTYPE, PACKED_MATH,
+            )  # fmt: skip
         if MASKED:
             scores = tl.where(valid[None, :], scores, float("-inf"))
         above = tl.maximum(largest, tl.max(scores, axis=1))
@@ -175,16 +228,10 @@ def _attend_range(
         total = total * kept + tl.sum(weights, axis=1)
         sums = sums * kept[:, None]
         largest = above
-        if V_KIND == 0:
-            v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
-        else:
-            v = _packed_tile(
-                v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales, v_zeros, v_step,
-                begin, rows, valid, D, V_GROUP, V_KIND, BLOCK_N, DOT_DTYPE, PACKED_MATH,
-            )  # fmt: skip
-            v_scales, v_zeros = scale_bytes(
-                v_scales_ptr, v_zeros_ptr, after, rows, there, D, V_GROUP, V_KIND == 2
-            )
+        if K_KIND == 1 or K_KIND == 2:
+            k_ids = _ids(k_ids_ptr, begin + BLOCK_N, rows, stop)
+        if V_KIND > 0:
+            v_ids = _ids(v_ids_ptr, begin + BLOCK_N, rows, stop)
         sums = tl.dot(weights.to(DOT_DTYPE), v, sums, input_precision="ieee")
     return sums, largest, total
 
@@ -207,9 +254,8 @@ def flash_kernel(
     is_first, is_last,  # runtime: whether there is a state to go on from, and one to leave
     scale,  # runtime: of the scores, log2(e) in it
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
-    V_GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
-    CHAINED: tl.constexpr,
+    V_GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One segment's keys and values for a block of queries. Grid (query blocks, heads).
 
@@ -227,14 +273,11 @@ def flash_kernel(
     else:
         q = as_operand(q, DOT_DTYPE)
         q_scale = 0.0
-    turned = q
+    turned, turned_2 = q, q
     if RANK > 0:
-        offs_r = tl.arange(0, RANK_PAD)
-        basis = tl.load(
-            basis_ptr + head * D * RANK + offs_d[:, None] * RANK + offs_r[None, :],
-            mask=(offs_r < RANK)[None, :], other=0.0,
-        )  # fmt: skip
-        turned = tl.dot(q, as_operand(basis, DOT_DTYPE), input_precision="ieee").to(DOT_DTYPE)
+        turned = _turned(q, basis_ptr + head * D * RANK, 0, D, RANK, DOT_DTYPE)
+    if RANK > 16:
+        turned_2 = _turned(q, basis_ptr + head * D * RANK, 16, D, RANK, DOT_DTYPE)
 
     # Pointers of this head.
     k_step, v_step = 1.0, 1.0
@@ -274,13 +317,13 @@ def flash_kernel(
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     for part in tl.static_range(2):
         sums, largest, total = _attend_range(
-            q, q_scale, turned, sums, largest, total, start if part == 0 else whole,
+            q, q_scale, turned, turned_2, sums, largest, total, start if part == 0 else whole,
             whole if part == 0 else stop, stop, k_step, v_step, first_corrected, scale,
             k_ptr, k_stride_n, k_codes_ptr, k_ids_ptr, k_centroids_ptr, k_scales_ptr,
             k_zeros_ptr, coefficients_ptr, row_scales_ptr,
             v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
             v_zeros_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
-            RANK, RANK_PAD, BLOCK_N, DOT_DTYPE, PACKED_MATH, CHAINED, part == 1,
+            RANK, BLOCK_N, DOT_DTYPE, PACKED_MATH, CHAINED, part == 1,
         )  # fmt: skip
     if is_last:
         out = sums / total[:, None]

@@ -202,8 +202,8 @@ def _launch(
     )  # fmt: skip
     constants = {
         "D": dim, "K_KIND": k_kind, "V_KIND": v_kind, "K_GROUP": groups[0], "V_GROUP": groups[1],
-        "RANK": rank, "RANK_PAD": max(16, triton.next_power_of_2(rank)),
-        "BLOCK_M": row.block_k, "BLOCK_N": row.block_n, "DOT_DTYPE": tuning.dot_mode(out)[1],
+        "RANK": rank, "BLOCK_M": row.block_k, "BLOCK_N": row.block_n,
+        "DOT_DTYPE": tuning.dot_mode(out)[1],
         "PACKED_MATH": PACKED_MATH and tuning.dot_mode(out)[0] == torch.bfloat16,
         "CHAINED": CHAINED, "num_warps": row.num_warps,
         "num_stages": row.num_stages, "enable_fp_fusion": True,

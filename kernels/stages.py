@@ -24,6 +24,7 @@ from kernels.tile import (
     centroid_rows,
     code_levels,
     e4m3_value,
+    of_words,
     residual_tile,
     round_to_bf16,
     scale_bytes,
@@ -70,7 +71,7 @@ def decode_stages_kernel(
     at = head * n_tokens + start + block
     heads_scales = scales_ptr + head * n_tokens * (D // GROUP)
     scale, _ = scale_bytes(heads_scales, heads_scales, start + block, rows, valid, D, GROUP, False)
-    scale = e4m3_value(scale.to(tl.int32))
+    scale = of_words(e4m3_value(scale.to(tl.int32)), D, GROUP)
     one = tl.full(scale.shape, 1.0, tl.float32)
     values = code_levels(codes_ptr + at * (D // 16), one, rows, valid, D) * scale[:, :, None]
     for stage in tl.static_range(STAGES):

@@ -128,8 +128,13 @@ def code_levels(codes_ptr, zero, rows, valid, D: tl.constexpr, BITS: tl.constexp
 
     A code is put into the last bits of 2^23, which then go with the zero: no conversion.
     """
+    return word_levels(code_words(codes_ptr, rows, valid, D, BITS), zero, BITS)
+
+
+@triton.jit
+def word_levels(packed, zero, BITS: tl.constexpr = 2):
+    """The same of words that are loaded."""
     shifts = BITS * tl.arange(0, 32 // BITS)
-    packed = code_words(codes_ptr, rows, valid, D, BITS)
     codes = ((packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)) | 0x4B000000
     return codes.to(tl.float32, bitcast=True) - (zero + 8388608.0)[:, :, None]
 
@@ -167,11 +172,10 @@ def scale_bytes(
     scales_ptr, zeros_ptr, first, rows, valid, D: tl.constexpr, GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Scale code of every word of 16 channels, uint8 [BLOCK_N, D / 16], and with ZEROS the byte
-    that its zero is in; else the scale code again. Pointers of the head; first: as below."""
+    """Scale code of every group, uint8 [BLOCK_N, D / GROUP], and with ZEROS the byte that its zero
+    is in; else the scale code again. Pointers of the head; first: as below."""
     groups: tl.constexpr = D // GROUP
-    of_word = tl.arange(0, D // 16) * 16 // GROUP
-    place = rows[:, None] * groups + of_word[None, :]
+    place = rows[:, None] * groups + tl.arange(0, groups)[None, :]
     begin = tl.cast(first, tl.int64) * groups
     scales = tl.load(scales_ptr + begin + place, mask=valid[:, None], other=0)
     zeros = scales
@@ -182,15 +186,26 @@ def scale_bytes(
 
 
 @triton.jit
+def of_words(x, D: tl.constexpr, GROUP: tl.constexpr):
+    """[BLOCK_N, D / GROUP] -> [BLOCK_N, D / 16]: what a group has, of each of its words.
+
+    So few elements are loaded by every thread that needs them; a byte for every word went through
+    shared memory, behind two barriers of all warps for each tile.
+    """
+    n: tl.constexpr = x.shape[0]
+    wide: tl.constexpr = GROUP // 16
+    return tl.reshape(tl.broadcast_to(x[:, :, None], (n, D // GROUP, wide)), (n, D // 16))
+
+
+@triton.jit
 def affine_scales(scales, zeros, first, step, rows, D: tl.constexpr, GROUP: tl.constexpr):
-    """Scale and zero of every word, float32 [BLOCK_N, D / 16], from what scale_bytes loaded.
+    """Scale and zero of every group, float32 [BLOCK_N, D / GROUP], from what scale_bytes loaded.
 
     A block's zeros may begin inside a byte; first: the block's first token; step: secondary / 255,
     of every token or of all.
     """
     groups: tl.constexpr = D // GROUP
-    of_word = tl.arange(0, D // 16) * 16 // GROUP
     begin = tl.cast(first, tl.int64) * groups
-    flat = rows[:, None] * groups + of_word[None, :] + (begin % 4).to(tl.int32)
+    flat = rows[:, None] * groups + tl.arange(0, groups)[None, :] + (begin % 4).to(tl.int32)
     zero = ((zeros.to(tl.int32) >> (2 * (flat % 4))) & 3).to(tl.float32)
     return scales.to(tl.float32) * step, zero

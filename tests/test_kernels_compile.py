@@ -119,7 +119,7 @@ def test_fused_attention_compiles(
         label = describe(launched)
         # All 255 registers are used, and where they are bounded so that two programs share a
         # multiprocessor some values lie on the stack, outside the loop.
-        allowed = 400 if launched.arguments.get("maxnreg") else 64
+        allowed = 512 if launched.arguments.get("maxnreg") else 64
         assert used["STACK"] <= allowed and used["LOCAL"] == 0, f"spills: {used} {label}"
         assert compiled.metadata.shared <= SHARED_LIMIT, label
         ptx = compiled.asm["ptx"]
