@@ -14,7 +14,10 @@ from benchmarks.qtc_case import ROPE, Case
 from benchmarks.timing import measure
 from quantwm.cache.formats.qtc_tokens import Tokens
 
-DECODE_ROWS = ((64, 4, 0), (128, 4, 0), (128, 8, 0), (64, 8, 0), (32, 4, 0))
+DECODE_ROWS = (
+    (256, 4, 168), (128, 4, 168), (512, 4, 168), (1024, 4, 168), (256, 4, 0), (256, 4, 128),
+    (512, 8, 168),
+)  # fmt: skip
 ENCODE_ROWS = ((16, 4, 0), (32, 4, 0), (32, 8, 0), (32, 4, 168), (16, 2, 0))
 """Tokens of a program, warps, registers of a thread (0: any); the shipped row first, with which the
 others are compared. Encoding 64 tokens is not tried: kernels/qtc_tuning.py says why."""

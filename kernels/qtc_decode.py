@@ -1,9 +1,10 @@
 """Decode a range of a qtc span into the attention's buffer: one kernel from code words to RoPE.
 
 Floor, keys or values of 40 heads x 18,720 x 128 on an H200 that fills 3,357 GB/s and copies 4,219:
-192 MB written and 26 read, 63 us; the product with the basis, 25 GFLOP, is less. Reached (H200,
-2026-11-29, the build before): keys 0.223 ms, 28%; values 0.197 ms, 32%. Instructions bound it, 28
-an element: looking levels up and turning keys.
+192 MB written and 26 read, 63 us; the product with the basis, 18 GFLOP, is less. Reached (H200,
+2026-11-30, the build before, a program for 64 tokens and 22 instructions a value for keys, 16 for
+values): keys 0.171 ms, 37%; values 0.150 ms, 42%. Now 13.8 and 6.9 in a step and 1.3 before the
+first (preset medium, triton 3.6.0), words a step ahead; not timed yet.
 """
 
 from __future__ import annotations
@@ -15,87 +16,10 @@ from torch import Tensor
 
 from kernels import checks, qtc_tuning, tuning
 from kernels.decode import Decoder
+from kernels.decode_tile import BACKWARDS
 from kernels.launch import PreparedLaunch
-from kernels.qtc_tile import Turning, block_words, turn_tiles
-
-
-@triton.jit
-def _pair(pairs_ptr, two, top, PLACE: tl.constexpr):
-    """The two levels of pair PLACE of every block, int32 like two.
-
-    two: nibbles 0 and 1 of every other pair, a byte each; top: nibble 2 of every pair.
-    """
-    code = (two >> (PLACE // 2 * 8)) & 255
-    if PLACE < 2:
-        code |= (top << (8 - 4 * PLACE)) & 3840
-    else:
-        code |= (top >> (4 * PLACE - 8)) & 3840
-    return tl.load(pairs_ptr + code)
-
-
-@triton.jit
-def _words(
-    codes_ptr, widths_ptr, token, valid, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
-    NB: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """Of some blocks what `_pair` wants: its words for even pairs and for odd ones and the third
-    nibbles, int32 [BLOCK_N, BLOCKS] each; and where each block's pairs of levels begin, [BLOCKS].
-
-    A pair's code is the nibbles digit 0, digit 1, digit 2; the odd bits, spread to two of each
-    nibble, are the nibble behind the digits that there are.
-    """
-    width, second, third, odd, with_second, with_third = block_words(widths_ptr, FIRST, BLOCKS, NB)
-    words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + token[:, None] * (WORDS // 2)
-    # Widths end at 6: `nothing` is 0, but hides that these words follow each other. Known to, they
-    # are loaded in another layout than the look-ups, and all eight pairs then pass through shared
-    # memory, with 32 barriers.
-    nothing = width >> 3
-    block = FIRST + tl.arange(0, BLOCKS) + nothing
-    rows = valid[:, None]
-    first = tl.load(words_ptr + block[None, :], mask=rows & (width >= 2)[None, :], other=0)
-    held = rows & (width % 2 == 1)[None, :]
-    bits = tl.load(codes_ptr + token[:, None] * WORDS + odd[None, :], mask=held, other=0)
-    bits = bits.to(tl.int32) & 0xFFFF
-    bits = (bits | (bits << 8)) & 0x00FF00FF
-    bits = (bits | (bits << 4)) & 0x0F0F0F0F
-    bits = (bits | (bits << 2)) & 0x33333333
-    first |= tl.where((width == 1)[None, :], bits, 0)
-    middle = tl.where((width == 3)[None, :], bits, 0)
-    top = tl.where((width == 5)[None, :], bits, 0)
-    if with_second > FIRST:
-        held = rows & (width >= 4)[None, :]
-        middle |= tl.load(words_ptr + (second + nothing)[None, :], mask=held, other=0)
-    if with_third > FIRST:
-        held = rows & (width >= 6)[None, :]
-        top |= tl.load(words_ptr + (third + nothing)[None, :], mask=held, other=0)
-    even = (first & 0x0F0F0F0F) | ((middle & 0x0F0F0F0F) << 4)
-    odd_pairs = ((first >> 4) & 0x0F0F0F0F) | (middle & -0x0F0F0F10)
-    return even, odd_pairs, top, ((1 << (2 * width)) - 1) // 3
-
-
-@triton.jit
-def _levels(even, odd, top, begin, pairs_ptr, DOT_DTYPE: tl.constexpr):
-    """Levels of some blocks' first and second channels of every pair, [BLOCK_N, 8 * BLOCKS] each.
-
-    even, odd, top, begin: of `_words`. pairs: int32 [5461], the two BF16 levels of a pair of codes,
-    lower channel in the lower half. The eight pairs of a block are taken one by one, so that a word
-    is loaded once and not by eight threads; the joins put pair 4 x + 2 y + z where it belongs. Two
-    halves and not one matrix: put together again they cost three times the moves.
-    """
-    pairs = pairs_ptr + begin[None, :]
-    p0 = tl.join(_pair(pairs, even, top, 0), _pair(pairs, even, top, 4))
-    p1 = tl.join(_pair(pairs, odd, top, 1), _pair(pairs, odd, top, 5))
-    p2 = tl.join(_pair(pairs, even, top, 2), _pair(pairs, even, top, 6))
-    p3 = tl.join(_pair(pairs, odd, top, 3), _pair(pairs, odd, top, 7))
-    both = tl.join(tl.join(p0, p2), tl.join(p1, p3))
-    both = tl.reshape(both, (even.shape[0], 8 * even.shape[1]))
-    if tl.bfloat16 == DOT_DTYPE:
-        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        low = (both << 16).to(tl.float32, bitcast=True)
-        high = (both & -65536).to(tl.float32, bitcast=True)
-    return low, high
+from kernels.qtc_tile import Turning, cells, sine_cosine
+from kernels.qtc_words import levels_of_step, of_threads, part_words, words_of_step
 
 
 @triton.jit(
@@ -105,124 +29,121 @@ def rows_qtc_kernel(
     out_ptr, out_stride_h, out_stride_part, means_ptr, rows_ptr, scales_ptr, mean_ptr,
     mean_codes_ptr, mean_scales_ptr,
     n_chunks,  # runtime: only in addresses
-    NB: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
+    NB: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Synthesis rows as the operands that `decode_qtc_kernel` reads: even rows, then odd rows; of
-    each its even channels, then its odd ones. Means of chunks, float32, in the same order.
+    """Synthesis rows as the operand that `decode_qtc_kernel` reads, and chunks' means, float32,
+    even channels first.
 
-    Grid (blocks of 16 rows and then chunks, heads). Made once for all blocks of tokens: in each of
-    them it took a third of the instructions.
+    Grid (blocks of 16 rows, PADDED of them of which NB have codes, and then chunks; heads). Made
+    once for all blocks of tokens: in each of them it took a third of the instructions.
+    Rows and channels are dealt out so that the two levels of a pair, in one thread, are multiplied
+    by their own rows, and a thread is left with 8 neighbouring channels.
     """
     head = tl.program_id(1).to(tl.int64)
     owner = head * 0 if SHARED else head
-    pair = tl.arange(0, D // 2)
-    if tl.program_id(0) < NB:
+    n = tl.arange(0, D)
+    if tl.program_id(0) < PADDED:
         if owner == head:
-            row = 16 * tl.program_id(0) + tl.arange(0, 16)
-            at = owner * NB * 16 + row
-            both = tl.load(rows_ptr + at[:, None] * (D // 2) + pair[None, :]).to(tl.int32)
-            scale = tl.load(scales_ptr + at).to(tl.float32)[:, None]
-            even = ((both << 24) >> 24).to(tl.float32) * scale
-            odd = (both >> 8).to(tl.float32) * scale
-            to = out_ptr + owner * out_stride_h + (row % 2) * out_stride_part + row // 2 * D
-            tl.store(to[:, None] + pair[None, :], even.to(out_ptr.dtype.element_ty))
-            tl.store(to[:, None] + D // 2 + pair[None, :], odd.to(out_ptr.dtype.element_ty))
+            block = tl.program_id(0)
+            row = tl.arange(0, 16)
+            channel = n // 32 * 32 + n % 8 // 2 * 8 + n // 8 % 4 * 2 + n % 2
+            at = owner * NB * 16 + block * 16 + row
+            there = block * 16 + row < NB * 16
+            code = tl.load(
+                rows_ptr + at[:, None] * D + channel[None, :], mask=there[:, None], other=0
+            )  # fmt: skip
+            scale = tl.load(scales_ptr + at, mask=there, other=0.0)
+            value = code.to(tl.float32) * scale.to(tl.float32)[:, None]
+            first = block // 4 * 4
+            share = tl.where(PADDED - first > 2, 1, 2)
+            pair = row // 2
+            thread = (block - first) * share + pair // (8 // share)
+            place = 16 * first + pair % (8 // share) * 8 + thread * 2 + row % 2
+            to = out_ptr + owner * out_stride_h + place * out_stride_part
+            tl.store(to[:, None] + n[None, :], value.to(out_ptr.dtype.element_ty))
     else:
-        chunk = head * n_chunks + tl.program_id(0) - NB
-        both = tl.load(mean_codes_ptr + chunk * (D // 2) + pair).to(tl.int32)
+        chunk = head * n_chunks + tl.program_id(0) - PADDED
+        channel = n % (D // 2) * 2 + n // (D // 2)
+        code = tl.load(mean_codes_ptr + chunk * D + channel).to(tl.float32)
+        mean = tl.load(mean_ptr + owner * D + channel).to(tl.float32)
         scale = tl.load(mean_scales_ptr + chunk).to(tl.float32)
-        even = tl.load(mean_ptr + owner * D + 2 * pair).to(tl.float32)
-        odd = tl.load(mean_ptr + owner * D + 2 * pair + 1).to(tl.float32)
-        to = means_ptr + chunk * D + pair
-        tl.store(to, even + ((both << 24) >> 24).to(tl.float32) * scale)
-        tl.store(to + D // 2, odd + (both >> 8).to(tl.float32) * scale)
+        tl.store(means_ptr + chunk * D + n, mean + code * scale)
 
 
 @triton.jit
-def _operands(
-    rows_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.constexpr, D: tl.constexpr
-):  # fmt: skip
-    """Half the rows of some blocks: even channels and odd channels, [8 * BLOCKS, D / 2] each."""
-    row = 8 * FIRST + tl.arange(0, 8 * BLOCKS)
-    at = rows_ptr + row[:, None] * D + tl.arange(0, D // 2)[None, :]
-    if FIRST + BLOCKS <= NB:
-        return tl.load(at), tl.load(at + D // 2)
-    there = (row < 8 * NB)[:, None]
-    return tl.load(at, mask=there, other=0.0), tl.load(at + D // 2, mask=there, other=0.0)
+def _operand(rows_ptr, K: tl.constexpr, D: tl.constexpr):
+    """Rows of a part, [K, D]."""
+    return tl.load(rows_ptr + tl.arange(0, K)[:, None] * D + tl.arange(0, D)[None, :])
 
 
 @triton.jit
-def _added(
-    even, odd, words, pairs_ptr, rows_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr,
-    NB: tl.constexpr, D: tl.constexpr, DOT_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """even and odd plus what some blocks add to them. words: of `_words`."""
-    low_even, low_odd = _operands(rows_ptr, FIRST, BLOCKS, NB, D)
-    high_even, high_odd = _operands(rows_ptr + 8 * NB * D, FIRST, BLOCKS, NB, D)
-    low, high = _levels(words[0], words[1], words[2], words[3], pairs_ptr, DOT_DTYPE)
-    even = tl.dot(low, low_even, even, input_precision="ieee")
-    odd = tl.dot(low, low_odd, odd, input_precision="ieee")
-    even = tl.dot(high, high_even, even, input_precision="ieee")
-    odd = tl.dot(high, high_odd, odd, input_precision="ieee")
-    return even, odd
+def _channel_pairs(product):
+    """Product [STEP, D] as even and odd channels: tiles of tokens in order, D / 32 times 16 pairs.
 
-
-@triton.jit
-def _chunks_of(chunk_stops_ptr, first_token, last_token, n_chunks):
-    """Chunks of a block's first and last token."""
-    first_chunk = 0
-    last_chunk = 0
-    for c in range(0, n_chunks - 1):
-        stop = tl.load(chunk_stops_ptr + c)
-        first_chunk += (first_token >= stop).to(tl.int32)
-        last_chunk += (last_token >= stop).to(tl.int32)
-    return first_chunk, last_chunk
-
-
-@triton.jit
-def _with_means(
-    even, odd, gain, means_ptr, chunk_stops_ptr, rows, first_chunk, last_chunk, D: tl.constexpr
-):  # fmt: skip
-    """Gain times even and odd, plus the mean of every token's chunk. means_ptr: of the head.
-
-    A block of tokens mostly lies in one chunk, whose mean is then all that is read.
+    What is a thread's are 8 neighbouring channels of tokens STEP / 2 apart.
     """
-    mean_ptr = means_ptr + first_chunk * D + tl.arange(0, D // 2)
-    rows = rows.to(tl.int32)  # chunk stops are no longer
-    even = even * gain + tl.load(mean_ptr)[None, :]
-    odd = odd * gain + tl.load(mean_ptr + D // 2)[None, :]
-    # Both means are read again here: carried along, they would be the most registers at once.
-    for c in range(first_chunk + 1, last_chunk + 1):
-        later = (rows >= tl.load(chunk_stops_ptr + c - 1))[:, None]
-        step = tl.load(mean_ptr + D) - tl.load(mean_ptr)
-        even += tl.where(later, step[None, :], 0.0)
-        step = tl.load(mean_ptr + D + D // 2) - tl.load(mean_ptr + D // 2)
-        odd += tl.where(later, step[None, :], 0.0)
-        mean_ptr += D
-    return even, odd
+    STEP: tl.constexpr = product.shape[0]
+    PARTS: tl.constexpr = product.shape[1] // 32
+    total = tl.reshape(product, (STEP // 16, 2, 8, PARTS, 4, 4, 2))
+    if BACKWARDS:
+        tile = tl.reshape(tl.permute(total, (3, 1, 0, 2, 5, 4, 6)), (PARTS, STEP, 16, 2))
+    else:
+        tile = tl.reshape(tl.permute(total, (1, 0, 2, 3, 5, 4, 6)), (STEP, PARTS, 16, 2))
+    return tl.split(tile)
 
 
 @triton.jit
-def _finished(
-    even, odd, out_ptr, out_stride_n, offset, start, gain, means_ptr, chunk_stops_ptr,
-    phases_ptr, places_ptr, first_place, first_chunk, last_chunk, rows, valid, D: tl.constexpr,
-    TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr, GRID_ROWS: tl.constexpr,
-    GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr, FAST: tl.constexpr,
+def _along_rows(x):
+    return x[None, :, None] if BACKWARDS else x[:, None, None]
+
+
+@triton.jit
+def _along_channels(x):
+    return x[:, None, :] if BACKWARDS else x[None, :, :]
+
+
+@triton.jit
+def _numbers(D: tl.constexpr, SIZE: tl.constexpr):
+    """Of all channels or pairs of a tile, SIZE of them in each of its D / 32 parts."""
+    return tl.arange(0, D // 32)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def _stored(
+    product, out_ptr, stride_n, gain, mean_ptr, frame, row, column, phases_ptr, valid,
+    D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Gain, mean and RoPE put to the product, and the tokens stored."""
-    even, odd = _with_means(
-        even, odd, gain[:, None], means_ptr, chunk_stops_ptr, rows, first_chunk, last_chunk, D
-    )
+    even, odd = _channel_pairs(product)
+    gain = _along_rows(gain)
+    pair = _numbers(D, 16)
+    even = even * gain + _along_channels(tl.load(mean_ptr + pair))
+    odd = odd * gain + _along_channels(tl.load(mean_ptr + D // 2 + pair))
     if TURN:
-        sine, cosine = turn_tiles(
-            phases_ptr, places_ptr, first_place, 1, rows, valid, D // 2, TIME, ROW, GRID_ROWS,
-            GRID_COLUMNS, LISTED, FAST,
-        )  # fmt: skip
+        start = _along_channels(tl.load(phases_ptr + pair))
+        step = _along_channels(tl.load(phases_ptr + D // 2 + pair))
+        pair = _along_channels(pair)
+        steps = tl.where(pair < TIME + ROW, _along_rows(row), _along_rows(column))
+        steps = tl.where(pair < TIME, _along_rows(frame), steps)
+        sine, cosine = sine_cosine(start + steps * step, FAST)
         turned = even * cosine - odd * sine
         odd = odd * cosine + even * sine
         even = turned
-    ptrs = out_ptr + (rows - start + offset)[:, None] * out_stride_n + tl.arange(0, D)[None, :]
-    tl.store(ptrs, tl.interleave(even, odd).to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    tile = tl.reshape(tl.join(even, odd), (even.shape[0], even.shape[1], 32))
+    token = _along_rows(tl.arange(0, product.shape[0]) * stride_n)
+    ptrs = out_ptr + token + _along_channels(_numbers(D, 32))
+    tl.store(ptrs, tile.to(out_ptr.dtype.element_ty), mask=_along_rows(valid))
+
+
+@triton.jit
+def _chunk_from(chunk_stops_ptr, chunk, token, n_chunks):
+    """The chunk of a token from `chunk` on, and where it stops."""
+    chunk = tl.cast(chunk, tl.int32)
+    chunk_stop = tl.load(chunk_stops_ptr + chunk)
+    while (chunk_stop <= token) & (chunk < n_chunks - 1):
+        chunk += 1
+        chunk_stop = tl.load(chunk_stops_ptr + chunk)
+    return chunk, chunk_stop
 
 
 @triton.jit(
@@ -242,58 +163,101 @@ def decode_qtc_kernel(
     first_place,  # runtime: where the span's first token stands
     D: tl.constexpr, NB: tl.constexpr, WORDS: tl.constexpr, TURN: tl.constexpr,
     TIME: tl.constexpr, ROW: tl.constexpr, GRID_ROWS: tl.constexpr, GRID_COLUMNS: tl.constexpr,
-    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr,
+    LISTED: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, SHARED: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """R_p (mean + gain * levels @ rows), rounded once. Grid (token blocks, heads).
 
-    rows_ptr, means_ptr: what `rows_qtc_kernel` made.
-
-    Even and odd channels are two products, so that a pair of RoPE lies in one thread. Blocks of
-    channels are taken four at a time and then two, the least that a tensor core takes.
+    rows_ptr, means_ptr: what `rows_qtc_kernel` made. A program goes through its BLOCK_N tokens in
+    steps that end where a chunk ends; a step's words are loaded a step ahead.
     """
     to_head = tl.program_id(1).to(tl.int64)
     head = first_head + to_head
     out_ptr += to_head * out_stride_h
     owner = head * 0 if SHARED else head
-    widths_ptr += owner * NB
-    rows_ptr += owner * NB * 16 * D
-    means_ptr += head * n_chunks * D
     FAST: tl.constexpr = tl.bfloat16 == DOT_DTYPE
-    FOUR: tl.constexpr = NB // 4
-    REST: tl.constexpr = 0 if NB % 4 == 0 else (4 if NB % 4 == 3 else 2)
-    PARTS: tl.constexpr = FOUR + (1 if REST else 0)
-    first = start + tl.program_id(0).to(tl.int64) * BLOCK_N
-    rows = first + tl.arange(0, BLOCK_N)
-    valid = rows < stop
-    token = head * n_tokens + rows
-    even = tl.zeros((BLOCK_N, D // 2), tl.float32)
-    odd = tl.zeros((BLOCK_N, D // 2), tl.float32)
-    # What comes from far is asked for before it is wanted: a block waits for memory, and few
-    # blocks fit beside each other.
-    words = _words(
-        codes_ptr, widths_ptr, token, valid, 0, 4 if FOUR else REST, NB, WORDS
+    BLOCKS: tl.constexpr = 4 if NB > 2 else 2  # of the first part
+    LATER: tl.constexpr = 0 if NB <= 4 else (2 if NB <= 6 else 4)  # of the second
+    SHARE: tl.constexpr = 4 // BLOCKS
+    LATER_SHARE: tl.constexpr = 4 // LATER if LATER else 1
+    K: tl.constexpr = 16 * BLOCKS
+    # Widths do not increase: so many bits a later block can have, seldom digits 1 and 2.
+    MOST: tl.constexpr = min(WORDS, 6)
+    LATER_MOST: tl.constexpr = min(WORDS // (BLOCKS + 1), 6)
+    rows_ptr += owner * (K + 16 * LATER) * D
+    means_ptr += head * n_chunks * D
+    codes_ptr += head * n_tokens * WORDS
+    gains_ptr += head * n_tokens
+    operand = _operand(rows_ptr, K, D)
+    block, width, odd, first, second, third = part_words(
+        widths_ptr + owner * NB, 0, SHARE, NB
     )  # fmt: skip
-    gain = tl.load(gain_table_ptr + tl.load(gains_ptr + token, mask=valid, other=0).to(tl.int32))
-    first_chunk, last_chunk = _chunks_of(
-        chunk_stops_ptr, first.to(tl.int32), first.to(tl.int32) + BLOCK_N - 1, n_chunks
-    )
-    for part in tl.static_range(0, PARTS):
-        now = words
-        if part + 1 < PARTS:
-            words = _words(
-                codes_ptr, widths_ptr, token, valid, 4 * part + 4, 4 if part + 1 < FOUR else REST,
-                NB, WORDS,
-            )  # fmt: skip
-        even, odd = _added(
-            even, odd, now, pairs_ptr, rows_ptr, 4 * part, 4 if part < FOUR else REST, NB, D,
-            DOT_DTYPE,
+    pairs = pairs_ptr + of_threads(((1 << (2 * width)) - 1) // 3)
+    widest = tl.max(width, axis=0)
+    has = width % 2 == 1
+    if LATER:
+        operand_b = _operand(rows_ptr + K * D, 16 * LATER, D)
+        block_b, width_b, odd_b, first, second, third = part_words(
+            widths_ptr + owner * NB, BLOCKS, LATER_SHARE, NB
         )  # fmt: skip
-    _finished(
-        even, odd, out_ptr, out_stride_n, offset, start, gain, means_ptr, chunk_stops_ptr,
-        phases_ptr, places_ptr, first_place, first_chunk, last_chunk, rows, valid, D, TURN, TIME,
-        ROW, GRID_ROWS, GRID_COLUMNS, LISTED, FAST,
+        pairs_b = pairs_ptr + of_threads(((1 << (2 * width_b)) - 1) // 3)
+        widest_b = tl.max(width_b, axis=0)
+        has_b = width_b % 2 == 1
+    rows = tl.arange(0, STEP)
+    at = start + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(stop, at + BLOCK_N)
+    chunk, chunk_stop = _chunk_from(chunk_stops_ptr, 0, at, n_chunks)
+    end = tl.minimum(tl.minimum(at + STEP, chunk_stop), last)
+    there = rows < end - at
+    from_ptr = codes_ptr + at.to(tl.int64) * WORDS
+    word0, word1, word2, bits = words_of_step(
+        from_ptr, rows, there, block, first, second, third, odd, has, WORDS, MOST
     )  # fmt: skip
+    if LATER:
+        word0_b, word1_b, word2_b, bits_b = words_of_step(
+            from_ptr, rows, there, block_b, first, second, third, odd_b, has_b, WORDS, LATER_MOST,
+        )  # fmt: skip
+    while at < last:
+        valid = rows < end - at
+        code = tl.load(gains_ptr + at + rows, mask=valid, other=0)
+        gain = tl.load(gain_table_ptr + code.to(tl.int32))
+        levels = levels_of_step(
+            word0, word1, word2, bits, width, pairs, widest, SHARE, MOST, DOT_DTYPE
+        )  # fmt: skip
+        if LATER:
+            levels_b = levels_of_step(
+                word0_b, word1_b, word2_b, bits_b, width_b, pairs_b, widest_b, LATER_SHARE,
+                LATER_MOST, DOT_DTYPE,
+            )  # fmt: skip
+        this_chunk = chunk
+        chunk, chunk_stop = _chunk_from(chunk_stops_ptr, chunk, end, n_chunks)
+        after = tl.minimum(tl.minimum(end + STEP, chunk_stop), last)
+        there = rows < after - end
+        from_ptr = codes_ptr + end.to(tl.int64) * WORDS
+        word0, word1, word2, bits = words_of_step(
+            from_ptr, rows, there, block, first, second, third, odd, has, WORDS, MOST
+        )  # fmt: skip
+        if LATER:
+            word0_b, word1_b, word2_b, bits_b = words_of_step(
+                from_ptr, rows, there, block_b, first, second, third, odd_b, has_b, WORDS,
+                LATER_MOST,
+            )  # fmt: skip
+        frame, row, column = at, at, at
+        if TURN:
+            frame, row, column = cells(
+                places_ptr, first_place, 1, at + rows, valid, GRID_ROWS, GRID_COLUMNS, LISTED
+            )  # fmt: skip
+        to = out_ptr + (at - start + offset).to(tl.int64) * out_stride_n
+        mean_ptr = means_ptr + this_chunk * D
+        product = tl.dot(levels, operand, input_precision="ieee")
+        if LATER:
+            product = tl.dot(levels_b, operand_b, product, input_precision="ieee")
+        _stored(
+            product, to, out_stride_n, gain, mean_ptr, frame, row, column, phases_ptr, valid, D,
+            TURN, TIME, ROW, FAST,
+        )  # fmt: skip
+        at = end
+        end = after
 
 
 def prepare_qtc(
@@ -325,36 +289,47 @@ def prepare_qtc(
     checks.packed("mean_scales", mean_scales, torch.bfloat16, (heads, chunks))
     checks.packed("chunk_stops", chunk_stops, torch.int32, (chunks,))
     checks.together(codes, gains, *basis, *means, *tables, *turning.tensors())
-    if kept % 16 or size % 4:
-        raise ValueError(f"{kept} rows or {size} bytes of codes are not whole blocks and words")
+    if kept % 16 or size % 4 or kept > dim:
+        raise ValueError(
+            f"{kept} rows or {size} bytes of codes are not whole blocks, of {dim} rows at most, "
+            "and words"
+        )
     checks.packed("pairs", tables[0], torch.int32, (5461,))
     turning.check(dim)
     row = qtc_tuning.DECODE[dim]
     device, dot_type = codes.device, tuning.dot_mode(codes)[0]
-    operands = _scratch("rows", owners * kept * dim, dot_type, device)
-    operands = operands[: owners * kept * dim].view(owners, 2, kept // 2, dim)
+    blocks = kept // 16
+    padded = blocks + 1 if blocks % 4 in (1, 3) else blocks
+    operands = _scratch("rows", owners * padded * 16 * dim, dot_type, device)
+    operands = operands[: owners * padded * 16 * dim].view(owners, padded * 16, dim)
     chunk_means = _scratch("means", heads * chunks * dim, torch.float32, device)
     fixed = (
         codes.view(torch.int16), gains, widths, operands, chunk_means, chunk_stops, *tables,
         *turning.tensors(), tokens, chunks, turning.first_place,
     )  # fmt: skip
     constants = turning.constants() | {
-        "D": dim, "NB": kept // 16, "WORDS": size // 2, "BLOCK_N": row.block_n,
-        "SHARED": owners == 1, "DOT_DTYPE": tuning.dot_mode(codes)[1],
+        "D": dim, "NB": blocks, "WORDS": size // 2, "BLOCK_N": row.block_n,
+        "STEP": 16 * row.num_warps, "SHARED": owners == 1, "DOT_DTYPE": tuning.dot_mode(codes)[1],
         "num_warps": row.num_warps, "num_stages": row.num_stages,
     }  # fmt: skip
-    if row.registers:
+    if row.registers and blocks <= BOUNDED_BLOCKS:
         constants["maxnreg"] = row.registers
-    made = {"NB": kept // 16, "D": dim, "SHARED": owners == 1, "num_warps": 4, "num_stages": 1}
-    sources = (
-        chunk_means, rows.view(torch.int16), row_scales, mean, mean_codes.view(torch.int16),
-        mean_scales, chunks,
-    )  # fmt: skip
+    made = {
+        "NB": blocks, "PADDED": padded, "D": dim, "SHARED": owners == 1, "num_warps": 4,
+        "num_stages": 1,
+    }  # fmt: skip
+    sources = (chunk_means, rows, row_scales, mean, mean_codes, mean_scales, chunks)
     return QtcDecoder(
         PreparedLaunch(decode_qtc_kernel, fixed, constants),
         PreparedLaunch(rows_qtc_kernel, sources, made),
-        operands, (kept // 16 + chunks, heads), (heads, tokens, dim), row.block_n,
+        operands, (padded + chunks, heads), (heads, tokens, dim), row.block_n,
     )  # fmt: skip
+
+
+BOUNDED_BLOCKS = 6
+"""Of a head: with more, a thread's operand does not fit beside its product in bounded registers."""
+FLOAT_REGISTERS = 240
+"""Of a thread that writes float32, as tests do: bounded by a row's, 8 bytes of it are spilled."""
 
 
 class QtcDecoder(Decoder):
@@ -368,6 +343,9 @@ class QtcDecoder(Decoder):
         """grid: of `make`."""
         super().__init__(launch, shape, operands.device, rows)
         self._make, self._operands, self._grid = make, operands, grid
+
+    def launch_into(self, out: Tensor) -> PreparedLaunch:
+        return self._launch.bounded(FLOAT_REGISTERS) if out.dtype == torch.float32 else self._launch
 
     def __call__(
         self, out: Tensor, offset: int, start: int, stop: int, first_head: int = 0

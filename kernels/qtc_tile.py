@@ -76,6 +76,20 @@ def block_words(widths_ptr, FIRST: tl.constexpr, BLOCKS: tl.constexpr, NB: tl.co
 
 
 @triton.jit
+def cells(
+    places_ptr, first_place, step, rows, valid, GRID_ROWS: tl.constexpr,
+    GRID_COLUMNS: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Frame, row and column of tokens, int32; as in `turn_tiles`."""
+    if LISTED:
+        place = tl.load(places_ptr + rows, mask=valid, other=0)
+    else:
+        place = (first_place + step * rows).to(tl.int32)
+    cell = place % (GRID_ROWS * GRID_COLUMNS)
+    return place // (GRID_ROWS * GRID_COLUMNS), cell // GRID_COLUMNS, cell % GRID_COLUMNS
+
+
+@triton.jit
 def sine_cosine(phase, FAST: tl.constexpr):
     """Of an angle in turns / 2**32, int32 as it wraps; float32.
 
@@ -108,15 +122,11 @@ def turn_tiles(
     axis adds (the first TIME pairs, the next ROW, the others). Products wrap as angles do, so they
     are right for any step. LISTED: places are given one by one; they count from a frame's start.
     """
-    if LISTED:
-        place = tl.load(places_ptr + rows, mask=valid, other=0)
-    else:
-        place = (first_place + step * rows).to(tl.int32)
-    cell = place % (GRID_ROWS * GRID_COLUMNS)
-    frame = place // (GRID_ROWS * GRID_COLUMNS)
+    frame, row, column = cells(
+        places_ptr, first_place, step, rows, valid, GRID_ROWS, GRID_COLUMNS, LISTED
+    )  # fmt: skip
     pair = tl.arange(0, PAIRS)
-    row, column = (cell // GRID_COLUMNS)[:, None], (cell % GRID_COLUMNS)[:, None]
-    in_grid = tl.where((pair < TIME + ROW)[None, :], row, column)
+    in_grid = tl.where((pair < TIME + ROW)[None, :], row[:, None], column[:, None])
     steps = tl.where((pair < TIME)[None, :], frame[:, None], in_grid)
     first = tl.load(phases_ptr + pair)[None, :]
     phase = first + steps * tl.load(phases_ptr + PAIRS + pair)[None, :]
