@@ -22,11 +22,13 @@ class Settling:
         fresh: spans of the new encoded ones, keys then values, by place in `segments`.
         asked: whole numbers on the device that `finish` wants, by place, in tensors of any
             shape.
+        ahead: what formats made without them, by place as `asked`.
     """
 
     segments: Sequence[Segment]
     fresh: Mapping[int, list[Any]]
     asked: Mapping[int, list[Tensor]]
+    ahead: Mapping[int, Any]
 
     @property
     def questions(self) -> tuple[Tensor, ...]:
@@ -38,24 +40,25 @@ class Settling:
         before = {id(segment) for segment in held}
         fresh: dict[int, list[Any]] = {}
         asked: dict[int, list[Tensor]] = {}
+        ahead: dict[int, Any] = {}
         for place, segment in enumerate(segments):
             if id(segment) in before or not segment.encoded:
                 continue
             spans = [*segment.keys, *segment.values]
             if isinstance(segment.fmt, Counts):
                 spans = segment.fmt.dense(spans)
-                asked[place] = segment.fmt.counts(spans)
+                asked[place], ahead[place] = segment.fmt.counts(spans)
             fresh[place] = spans
-        return cls(segments, fresh, asked)
+        return cls(segments, fresh, asked, ahead)
 
     def finish(self, answers: Sequence[float]) -> list[Segment]:
         """answers: what `questions` hold, flat and in order."""
         segments, left = list(self.segments), [int(answer) for answer in answers]
         for place, spans in self.fresh.items():
             fmt, slots = segments[place].fmt, len(segments[place].keys)
-            if isinstance(fmt, Counts):
+            if place in self.asked:
                 count = sum(tensor.numel() for tensor in self.asked[place])
-                smallest = fmt.settled(spans, left[:count])
+                smallest = fmt.settled(spans, left[:count], self.ahead[place])
                 left = left[count:]
             else:
                 smallest = fmt.settle(spans)

@@ -193,11 +193,12 @@ class Counts(Protocol):
         """Each span in the form that is counted."""
         ...
 
-    def counts(self, dense: Sequence[Any]) -> list[Tensor]:
-        """Whole numbers on the device, in tensors of any shape, for `settled`."""
+    def counts(self, dense: Sequence[Any]) -> tuple[list[Tensor], Any]:
+        """Whole numbers on the device, in tensors of any shape, and what can be made without
+        knowing them; both for `settled`."""
         ...
 
-    def settled(self, dense: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    def settled(self, dense: Sequence[Any], counts: Sequence[int], ahead: Any) -> list[Any]:
         """`settle`, the numbers of `counts` being known, flat and in order."""
         ...
 

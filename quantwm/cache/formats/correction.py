@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TypeGuard
 
 import torch
@@ -141,18 +142,80 @@ def kept_rows(corrections: Sequence[Correction]) -> list[Tensor]:
     return [s.count_nonzero().unsqueeze(0) for s in scales]
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Of alike dense forms what becoming sparse takes, but for how many rows are kept: launched
+    before the host waits for that, not after.
+
+    Attributes:
+        counts: `kept_rows` of all, int64 [forms].
+        rows, scales: of all tokens, all forms behind each other, [forms * H * count, ...].
+        order: places in them, those of kept rows first and ascending.
+        masks: of each form, see `Correction`.
+    """
+
+    counts: Tensor
+    rows: Tensor
+    scales: Tensor
+    order: Tensor
+    masks: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, dense: Sequence[Correction]) -> Ahead:
+        scales = torch.stack([c.row_scales for c in dense])
+        present = scales != 0
+        rows = torch.cat([c.coefficients for c in dense]).flatten(0, 1)
+        # The kept rows in order: a stable sort does not sync the device, as nonzero would.
+        order = torch.argsort((~present).flatten().to(torch.uint8), stable=True)
+        counts, masks = present.flatten(1).count_nonzero(1), _pack_bits(present).unbind(0)
+        return cls(counts, rows, scales.flatten(), order, masks)
+
+    def sparse(
+        self, dense: Sequence[Correction], counts: Sequence[int], chosen: Sequence[bool]
+    ) -> list[Correction]:
+        """The sparse form of those of all the dense ones that are chosen. counts: on the host."""
+        kept, places = list(counts), self.order[: sum(counts)]
+        masks: Sequence[Tensor] = self.masks
+        if not all(chosen):
+            places = torch.cat(list(compress(places.split(kept), chosen)))
+            dense, kept = list(compress(dense, chosen)), list(compress(kept, chosen))
+            masks = torch.stack(list(compress(masks, chosen))).unbind(0)
+        rows = self.rows.index_select(0, places).split(kept)
+        scales = self.scales.index_select(0, places).split(kept)
+        return [
+            Correction(c.first, c.count, c.basis, own, own_scales, mask)
+            for c, own, own_scales, mask in zip(dense, rows, scales, masks, strict=True)
+        ]
+
+
+def counted(corrections: Sequence[Correction]) -> tuple[list[Tensor], Ahead | None]:
+    """`kept_rows`, and what `settled_corrections` can have ahead; None of forms that are not made
+    sparse together."""
+    if len(corrections) and next(_runs(corrections)) == slice(0, len(corrections)):
+        ahead = Ahead.of(corrections)
+        return [ahead.counts], ahead
+    return kept_rows(corrections), None
+
+
 def settled_corrections(
-    corrections: Sequence[Correction], counts: Sequence[int]
+    corrections: Sequence[Correction], counts: Sequence[int], ahead: Ahead | None = None
 ) -> Iterator[Correction]:
-    """Each dense form, or its sparse one where that is smaller. counts: `kept_rows`, on the host.
+    """Each dense form, or its sparse one where that is smaller. counts, ahead: of `counted`, the
+    former on the host.
 
     Rows of several layers may share a storage. Where only some become sparse, the others get one of
     their own: else the whole of it would be held for them.
     """
     chosen = [c.sparse_is_smaller(n) for c, n in zip(corrections, counts, strict=True)]
-    some = [c for c, wanted in zip(corrections, chosen, strict=True) if wanted]
+    if all(chosen) and ahead is not None:
+        yield from ahead.sparse(corrections, counts, chosen)
+        return
+    some = list(compress(corrections, chosen))
     rest = [c for c, wanted in zip(corrections, chosen, strict=True) if not wanted]
-    sparse = iter(sparse_all(some, [n for n, wanted in zip(counts, chosen, strict=True) if wanted]))
+    if ahead is None or not some:
+        sparse = iter(sparse_all(some, list(compress(counts, chosen))))
+    else:
+        sparse = iter(ahead.sparse(corrections, counts, chosen))
     dense = iter(alone_all(rest) if some else rest)
     for wanted in chosen:
         yield next(sparse) if wanted else next(dense)
@@ -212,19 +275,8 @@ def sparse_all(dense: Sequence[Correction], counts: Sequence[int]) -> list[Corre
     """The sparse form of every dense one. counts: rows of each that correct anything."""
     found: list[Correction] = []
     for run in _runs(dense):
-        some, kept = dense[run], list(counts[run])
-        scales = torch.stack([c.row_scales for c in some])
-        present = scales != 0
-        # The kept rows in order: a stable sort does not sync the device, as nonzero would.
-        order = torch.argsort((~present).flatten().to(torch.uint8), stable=True)[: sum(kept)]
-        rows = torch.stack([c.coefficients for c in some]).flatten(0, 2).index_select(0, order)
-        parts = (
-            rows.split(kept),
-            scales.flatten().index_select(0, order).split(kept),
-            _pack_bits(present).unbind(0),
-        )
-        for c, *part in zip(some, *parts, strict=True):
-            found.append(Correction(c.first, c.count, c.basis, *part))
+        some, kept = dense[run], counts[run]
+        found += Ahead.of(some).sparse(some, kept, [True] * len(some))
     return found
 
 

@@ -31,10 +31,11 @@ from quantwm.cache.formats.base import (
 )
 from quantwm.cache.formats.correction import (
     ROW_LIMITS,
+    Ahead,
     Correction,
     Room,
+    counted,
     dense_all,
-    kept_rows,
     row_bytes,
     settled_corrections,
     stored_rows,
@@ -218,23 +219,25 @@ class QuantWMFormat:
     def settle(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
         """PSAC rows dense or sparse, whichever is smaller (App. D.1)."""
         dense = self.dense(spans)
-        found = self.counts(dense)
-        return self.settled(dense, torch.cat(found).tolist() if found else [])
+        found, ahead = self.counts(dense)
+        return self.settled(dense, torch.cat(found).tolist() if found else [], ahead)
 
     def dense(self, spans: Sequence[QuantWMSpan]) -> list[QuantWMSpan]:
         """With PSAC rows in their dense form."""
+        if all(s.correction is None or s.correction.mask is None for s in spans):
+            return list(spans)
         found = iter(dense_all([s.correction for s in spans if s.correction is not None]))
         return [replace(s, correction=next(found)) if s.correction else s for s in spans]
 
-    def counts(self, dense: Sequence[QuantWMSpan]) -> list[Tensor]:
-        return kept_rows([s.correction for s in dense if s.correction is not None])
+    def counts(self, dense: Sequence[QuantWMSpan]) -> tuple[list[Tensor], Ahead | None]:
+        return counted([s.correction for s in dense if s.correction is not None])
 
-    def settled(self, dense: Sequence[QuantWMSpan], counts: Sequence[int]) -> list[QuantWMSpan]:
+    def settled(
+        self, dense: Sequence[QuantWMSpan], counts: Sequence[int], ahead: Ahead | None
+    ) -> list[QuantWMSpan]:
         found = [s.correction for s in dense if s.correction is not None]
-        smallest = settled_corrections(found, counts)
-        return [
-            replace(s, correction=next(smallest)) if s.correction is not None else s for s in dense
-        ]
+        smallest = settled_corrections(found, counts, ahead)
+        return [s if s.correction is None else s.with_correction(next(smallest)) for s in dense]
 
     def decode_into(
         self, span: QuantWMSpan, out: Tensor, offset: int, start: int, stop: int

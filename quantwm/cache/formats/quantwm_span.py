@@ -147,6 +147,12 @@ class QuantWMSpan:
         self._for_one_reading(wide)(out, offset, start, stop)
         return True
 
+    def with_correction(self, correction: Correction) -> QuantWMSpan:
+        """`replace`, of which a commit would do one a layer while the device waits."""
+        given = self.codes, self.ids, self.scales, self.secondary, self.chunk_stops
+        held = self.chunk_tokens, self.zeros, self.codebook
+        return QuantWMSpan(*given, *held, correction, self.turns)
+
     def parted(
         self, books: Sequence[Codebook], bases: Sequence[Tensor | None]
     ) -> list[QuantWMSpan]:
