@@ -143,8 +143,8 @@ class KVCache(Held, Savable):
         state = self._generator.get_state()
         try:
             built = [self._built(keep_mask), *(other._built(None) for other in caches[1:])]
-            becomes = finish_all(built)
             adds = [cache._added_queries() for cache in caches]
+            becomes = finish_all(built)  # the device has nothing to do from its read on
         except BaseException:
             self._generator.set_state(state)
             raise

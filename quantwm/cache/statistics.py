@@ -68,15 +68,18 @@ class QueryStatistics:
         if not pending:
             return lambda: None
         grown = self._grown_triangles(pending, tokens) if self.compact else None
-        if grown is None and self.moments is None:
-            self.moments = torch.zeros(self._shape, device=self._device)
-        sums = [] if grown is not None else [self.moments[slot] for slot in pending]
+        moments = self.moments
+        if grown is None and moments is None:
+            moments = torch.zeros(self._shape, device=self._device)
+        sums = [] if grown is not None else [moments[slot] for slot in pending]
+        added = list(pending.values())
 
         def commit() -> None:
             if grown is not None:
                 self.moments, self.largest = grown
             else:
-                torch._foreach_add_(sums, list(pending.values()))  # in a few launches
+                torch._foreach_add_(sums, added)  # in a few launches
+                self.moments = moments
             self.count += tokens
 
         return commit
