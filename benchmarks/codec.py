@@ -18,6 +18,8 @@ from benchmarks.timing import Timing, copy_ceiling, device_named, hardware, meas
 from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import Format, QueryGuide, takes
+from quantwm.cache.reading import decode_visible
+from quantwm.cache.segments import Segment
 
 METHODS = "qvg,quantwm,kivi,rtn,qvg-pro"
 GROUP_SIZE = 64
@@ -122,9 +124,10 @@ def format_rows(
     returned |= {"given": _packed_bytes(fmt, spans, INPUTS), "none": 0}
     outs = [torch.empty_like(x) for x in (inputs.keys, inputs.values)]
 
+    history = [Segment("packed", fmt, 0, (options.tokens,), *((span,) for span in spans))]
+
     def decode() -> None:
-        for span, out in zip(spans, outs, strict=True):
-            fmt.decode_into(span, out, 0, 0, options.tokens)
+        decode_visible(history, 0, *outs, 0)  # as a reading does
 
     decode()
     errors = _relative_mse(inputs, outs)

@@ -3,22 +3,25 @@
 A launch of 40 heads x 4,680 tokens x 128 writes 48 MB, 14 us at what a fill reaches, and loses 3 to
 4 us while its first programs begin and its last ones end: 12 launches for 28,080 tokens, and 256
 for 150,000 in four groups of heads. What a span's decoder is launched with goes into a table here,
-a row of 64-bit numbers for each span, addresses among them. Floor and fraction are decode.py's:
-18,720 tokens there are what one launch of four spans writes.
+a row of 64-bit numbers for each span of keys and of values, addresses among them. Keys and values
+of one span need no table (decode_pair.py). Floor and fraction are decode.py's: 18,720 tokens there
+are what one launch of four spans writes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode import Decoder, decode_affine_kernel, decode_ternary_kernel
+from kernels import decode as single
+from kernels.decode import Decoder
+from kernels.decode_pair import decode_pair, is_affine, launch_constants
 from kernels.decode_rows import affine_piece, ternary_block
 from kernels.launch import launch
 
@@ -30,61 +33,87 @@ Part = tuple[Callable[..., None], int, int, int]
 """A span's decoder, where its tokens go, and which of them: first and behind the last."""
 
 
-@triton.jit(do_not_specialize=["n_heads", "first_head"])
+@triton.jit(do_not_specialize=["n_rows", "first_head"])
 def ternary_spans_kernel(
-    out_ptr, out_stride_h, out_stride_n, table_ptr,
-    n_heads, first_head,  # runtime: only in addresses
+    k_out_ptr, v_out_ptr, out_stride_h, out_stride_n, table_ptr,
+    n_rows, first_head,  # runtime: only in addresses
     D: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A row: offset, start and stop, then as in decode_ternary_kernel. Grid (token blocks of the
-    longest span, spans times heads of out)."""
-    row = table_ptr + tl.program_id(1) // n_heads * 9
-    out_head = (tl.program_id(1) % n_heads).to(tl.int64)
-    start, stop = tl.load(row + 1), tl.load(row + 2)
+    """A row: 1 for values, offset, start and stop, then as in decode_ternary_kernel. Grid (token
+    blocks of the longest span, rows times heads of out)."""
+    row = table_ptr + tl.program_id(1) % n_rows * 10
+    out_head = (tl.program_id(1) // n_rows).to(tl.int64)
+    start, stop = tl.load(row + 2), tl.load(row + 3)
     if start + tl.program_id(0) * BLOCK_N < stop:
         ternary_block(
-            out_ptr, out_stride_h, out_stride_n, tl.load(row), start, stop, out_head,
+            tl.multiple_of(tl.where(tl.load(row) == 1, v_out_ptr, k_out_ptr), 16),
+            out_stride_h, out_stride_n, tl.load(row + 1), start, stop, out_head,
             out_head + first_head,
-            tl.load(row + 3).to(tl.pointer_type(tl.int32)),
-            tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
-            tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
-            tl.load(row + 6).to(tl.pointer_type(tl.uint8)),
-            tl.load(row + 7), tl.load(row + 8), D, GROUP, BLOCK_N, STEP, PACKED,
+            tl.load(row + 4).to(tl.pointer_type(tl.int32)),
+            tl.load(row + 5).to(tl.pointer_type(tl.uint8)),
+            tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
+            tl.load(row + 7).to(tl.pointer_type(tl.uint8)),
+            tl.load(row + 8), tl.load(row + 9), D, GROUP, BLOCK_N, STEP, PACKED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n_heads", "first_head"])
-def affine_spans_kernel(
-    out_ptr, out_stride_h, out_stride_n, table_ptr,
-    n_heads, first_head,  # runtime: only in addresses
+@triton.jit
+def _affine_row(
+    out_ptr, out_stride_h, out_stride_n, row, first, last, out_head, head,
     D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
-    BLOCK_N: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
+    STEP: tl.constexpr, DOT_DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A row: offset, start and stop, then as in decode_affine_kernel. ALIGNED: of PSAC's rows and
-    directions, whose address in the table is a multiple of this, so that loads are wide."""
-    row = table_ptr + tl.program_id(1) // n_heads * 17
-    out_head = (tl.program_id(1) % n_heads).to(tl.int64)
-    first = tl.load(row + 1).to(tl.int32) + tl.program_id(0) * BLOCK_N
-    last = tl.minimum(tl.load(row + 2).to(tl.int32), first + BLOCK_N)
-    while first < last:
-        # Read again for every piece, so that of a row only its address is held beside the tile.
-        first = affine_piece(
-            out_ptr, out_stride_h, out_stride_n, tl.load(row), tl.load(row + 1), first, last,
-            out_head, out_head + first_head,
-            tl.load(row + 3).to(tl.pointer_type(tl.int32)),
-            tl.load(row + 4).to(tl.pointer_type(tl.uint8)),
-            tl.multiple_of(tl.load(row + 5).to(tl.pointer_type(tl.bfloat16)), 16),
-            tl.load(row + 6).to(tl.pointer_type(tl.uint8)),
-            tl.load(row + 7).to(tl.pointer_type(tl.float16)),
-            tl.load(row + 8).to(tl.pointer_type(tl.int32)),
-            tl.load(row + 9).to(tl.pointer_type(tl.uint8)),
-            tl.multiple_of(tl.load(row + 10).to(tl.pointer_type(tl.int8)), ALIGNED),
-            tl.load(row + 11).to(tl.pointer_type(tl.float16)),
-            tl.multiple_of(tl.load(row + 12).to(tl.pointer_type(tl.bfloat16)), ALIGNED),
-            tl.load(row + 13), tl.load(row + 14), tl.load(row + 15), tl.load(row + 16),
-            D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
-        )  # fmt: skip
+    """Read again for every piece, so that of a row only its address is held beside the tile."""
+    return affine_piece(
+        out_ptr, out_stride_h, out_stride_n, tl.load(row + 1), tl.load(row + 2), first, last,
+        out_head, head,
+        tl.load(row + 4).to(tl.pointer_type(tl.int32)),
+        tl.load(row + 5).to(tl.pointer_type(tl.uint8)),
+        tl.multiple_of(tl.load(row + 6).to(tl.pointer_type(tl.bfloat16)), 16),
+        tl.load(row + 7).to(tl.pointer_type(tl.uint8)),
+        tl.load(row + 8).to(tl.pointer_type(tl.float16)),
+        tl.load(row + 9).to(tl.pointer_type(tl.int32)),
+        tl.load(row + 10).to(tl.pointer_type(tl.uint8)),
+        tl.multiple_of(tl.load(row + 11).to(tl.pointer_type(tl.int8)), ALIGNED),
+        tl.load(row + 12).to(tl.pointer_type(tl.float16)),
+        tl.multiple_of(tl.load(row + 13).to(tl.pointer_type(tl.bfloat16)), ALIGNED),
+        tl.load(row + 14), tl.load(row + 15), tl.load(row + 16), tl.load(row + 17),
+        D, GROUP, RANK, RANK_PAD, STEP, DOT_DTYPE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_rows", "first_head"])
+def affine_spans_kernel(
+    k_out_ptr, v_out_ptr, out_stride_h, out_stride_n, table_ptr,
+    n_rows, first_head,  # runtime: only in addresses
+    D: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A row: 1 for values and 2 for keys with a correction, of this RANK, else 0; offset, start and
+    stop; then as in decode_affine_kernel. WIDTH: channels of a pass where there is a correction.
+    ALIGNED: of PSAC's rows and directions, whose address in the table is a multiple of this, so
+    that loads are wide."""
+    row = table_ptr + tl.program_id(1) % n_rows * 18
+    out_head = (tl.program_id(1) // n_rows).to(tl.int64)
+    first = tl.load(row + 2).to(tl.int32) + tl.program_id(0) * BLOCK_N
+    last = tl.minimum(tl.load(row + 3).to(tl.int32), first + BLOCK_N)
+    kind = tl.load(row)
+    if RANK > 0:  # noqa: SIM102  (a constant: without a correction this is no code at all)
+        if kind == 2:
+            while first < last:
+                first = _affine_row(
+                    k_out_ptr, out_stride_h, out_stride_n, row, first, last, out_head,
+                    out_head + first_head, D, GROUP, RANK, RANK_PAD, WIDTH, DOT_DTYPE, ALIGNED,
+                )  # fmt: skip
+    if kind != 2:
+        out_ptr = tl.multiple_of(tl.where(kind == 1, v_out_ptr, k_out_ptr), 16)
+        while first < last:
+            first = _affine_row(
+                out_ptr, out_stride_h, out_stride_n, row, first, last, out_head,
+                out_head + first_head, D, GROUP, 0, RANK_PAD, STEP, DOT_DTYPE, ALIGNED,
+            )  # fmt: skip
 
 
 CENTROIDS = 2
@@ -93,21 +122,45 @@ CORRECTION = (7, 9)
 """The places of PSAC's rows and directions."""
 
 
-def decode_spans(parts: Sequence[Part], out: Tensor, first_head: int = 0) -> None:
-    """Every part as its decoder called alone does; bits and errors are the same.
+class Placed(NamedTuple):
+    """A part, and its place among (keys, values)."""
 
-    out: [heads wanted, capacity, D], of the spans' heads from first_head on.
+    side: int
+    decode: Any
+    offset: int
+    start: int
+    stop: int
+
+
+def decode_spans(
+    sides: tuple[Sequence[Part], Sequence[Part]], outs: tuple[Tensor, Tensor], first_head: int = 0
+) -> int:
+    """Every part of keys and of values as its decoder called alone does; bits and errors are the
+    same. Returns the launches made, 0 where one of them is of what does not last.
+
+    outs: each [heads wanted, capacity, D], of the spans' heads from first_head on.
     """
-    alike: dict[Any, list[Part]] = defaultdict(list)
-    for part in parts:
-        alike[_kind(part[0])].append(part)
-    for kind, group in alike.items():
-        size = sum(stop - start for _, _, start, stop in group) * out.shape[0] * out.shape[2]
-        if kind is None or len(group) < 2 or size < WORTHWHILE or _capturing(out):
-            for decode, offset, start, stop in group:
-                decode(out, offset, start, stop, first_head)
+    k_out, v_out = outs
+    alike = (
+        k_out.dtype == v_out.dtype and k_out.stride() == v_out.stride()
+        and k_out.shape == v_out.shape and not (k_out.data_ptr() | v_out.data_ptr()) % 16
+    )  # fmt: skip
+    groups: dict[Any, list[Placed]] = defaultdict(list)
+    for side, parts in enumerate(sides):
+        for part in parts:
+            kind = _kind(part[0]) if alike else None
+            groups[kind].append(Placed(side, *part))
+    made, lasting = 0, True
+    for kind, group in groups.items():
+        size = sum(part.stop - part.start for part in group) * k_out.shape[0] * k_out.shape[2]
+        if kind is None or not _together(group):
+            made += _each(group, outs, first_head)
+        elif _few(group) or size < WORTHWHILE or _capturing(k_out):
+            made += _by_pairs(group, outs, first_head)
         else:
-            _decode_alike(group, out, first_head)
+            _by_table(group, outs, first_head)
+            lasting = False
+    return made if lasting else 0
 
 
 def _kind(decode: Callable[..., None]) -> Any:
@@ -124,25 +177,28 @@ def _kind(decode: Callable[..., None]) -> Any:
 
 
 def _found_kind(decode: Decoder) -> tuple[Any, ...] | None:
-    if id(decode.prepared.kernel) not in _kernels() or decode.prepared.numbers[CENTROIDS] % 16:
+    kernel, constants = decode.prepared.kernel, decode.prepared.constants
+    known = kernel is single.decode_ternary_kernel or kernel is single.decode_affine_kernel
+    if not known or decode.prepared.numbers[CENTROIDS] % 16:
         return None
-    return (id(decode.prepared.kernel), *decode.prepared.constants.items(), *_aligned(decode))
+    if is_affine(decode):
+        return "affine", constants["D"], constants["GROUP"], constants["DOT_DTYPE"]
+    return ("ternary", *constants.items())
 
 
-def _aligned(decode: Decoder) -> tuple[tuple[str, int], ...]:
-    """The constant that the kernel of many affine spans has beyond that of one."""
-    if decode.prepared.kernel is not decode_affine_kernel:
-        return ()
-    numbers = decode.prepared.numbers
-    return (("ALIGNED", 1 if any(numbers[place] % 16 for place in CORRECTION) else 16),)
+def _rank(part: Placed) -> int:
+    return part.decode.prepared.constants.get("RANK", 0)
 
 
-def _kernels() -> dict[int, Any]:
-    """The kernel of many spans by that of one."""
-    return {
-        id(decode_ternary_kernel): ternary_spans_kernel,
-        id(decode_affine_kernel): affine_spans_kernel,
-    }
+def _together(group: Sequence[Placed]) -> bool:
+    """Whether there is one rank of corrections, and keys alone have any."""
+    corrected = {(part.side, _rank(part)) for part in group if _rank(part)}
+    return not corrected or (len(corrected) == 1 and min(corrected)[0] == 0)
+
+
+def _few(group: Sequence[Placed]) -> bool:
+    """One part, or the two sides of one span."""
+    return len(group) == 1 or (len(group) == 2 and group[0].side != group[1].side)
 
 
 def _capturing(out: Tensor) -> bool:
@@ -150,19 +206,51 @@ def _capturing(out: Tensor) -> bool:
     return out.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _decode_alike(parts: Sequence[Part], out: Tensor, first_head: int) -> None:
-    rows, longest, held = [], 0, []
-    for decode, offset, start, stop in parts:
-        decode.check(out, offset, start, stop, first_head)
-        rows.append((offset, start, stop, *decode.prepared.numbers))
+def _each(group: Sequence[Placed], outs: tuple[Tensor, Tensor], first_head: int) -> int:
+    for side, decode, offset, start, stop in group:
+        decode(outs[side], offset, start, stop, first_head)
+    return len(group)
+
+
+def _by_pairs(group: Sequence[Placed], outs: tuple[Tensor, Tensor], first_head: int) -> int:
+    """Keys and values of the same tokens by one launch; the launches made."""
+    values = {part[2:]: part for part in group if part.side == 1}
+    alone = []
+    made = 0
+    for part in group:
+        other = values.pop(part[2:], None) if part.side == 0 else None
+        if other is not None:
+            decode_pair(part.decode, other.decode, outs, *part[2:], first_head)
+            made += 1
+        elif part.side == 0:
+            alone.append(part)
+    return made + _each([*alone, *values.values()], outs, first_head)
+
+
+def _by_table(group: Sequence[Placed], outs: tuple[Tensor, Tensor], first_head: int) -> None:
+    rows, longest, k_out = [], 0, outs[0]
+    # Keys and values by turns: the ones wait for memory while the others write.
+    for part in sorted(group, key=lambda part: part.offset):
+        side, decode, offset, start, stop = part
+        decode.check(outs[side], offset, start, stop, first_head)
+        mark = 2 if _rank(part) else side
+        rows.append((mark, offset, start, stop, *decode.prepared.numbers))
         longest = max(longest, stop - start)
-        held.append(decode)  # what the addresses are of lives until the launch is queued
     # Pinned: a copy from pageable memory would wait for all that is queued.
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=out.is_cuda)
-    table = table.to(out.device, non_blocking=True)
-    prepared = held[0].launch_into(out)
-    constants = {**prepared.constants, **dict(_aligned(held[0]))}
-    grid = (triton.cdiv(longest, constants["BLOCK_N"]), len(rows) * out.shape[0])
-    stride_h, stride_n, _ = out.stride()
-    args = (out, stride_h, stride_n, table, out.shape[0], first_head)
-    launch(_kernels()[id(prepared.kernel)], grid, args, constants)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=k_out.is_cuda)
+    table = table.to(k_out.device, non_blocking=True)
+    most = max(group, key=_rank).decode
+    constants = launch_constants(most, k_out)
+    kernel = ternary_spans_kernel
+    if is_affine(most):
+        kernel = affine_spans_kernel
+        constants["ALIGNED"] = 1 if any(_unaligned(part.decode) for part in group) else 16
+    grid = (triton.cdiv(longest, constants["BLOCK_N"]), len(rows) * k_out.shape[0])
+    stride_h, stride_n, _ = k_out.stride()
+    args = (*outs, stride_h, stride_n, table, len(rows), first_head)
+    launch(kernel, grid, args, constants)
+
+
+def _unaligned(decode: Decoder) -> bool:
+    numbers = decode.prepared.numbers
+    return any(numbers[place] % 16 for place in CORRECTION)

@@ -216,6 +216,10 @@ class PreparedLaunch:
         return other
 
     @property
+    def fixed(self) -> tuple[Any, ...]:
+        return self._fixed
+
+    @property
     def numbers(self) -> tuple[int, ...]:
         """What is fixed as whole numbers: tensors as addresses, nothing as 0."""
         if not self._numbers:

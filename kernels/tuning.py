@@ -87,6 +87,14 @@ DECODE_PSAC = {
     256: Launch(64, 128, 1, 1, COMPILED),
 }
 """Here block_k are channels of a pass, of 16 tokens a step of one warp."""
+DECODE_PAIR = {
+    64: Launch(64, 8, 1, 1, COMPILED),
+    128: Launch(64, 8, 1, 1, COMPILED),
+    256: Launch(64, 4, 1, 1, COMPILED),
+}
+"""Of keys with PSAC and values by one launch: block_k are tokens of a step of values, and channels
+of a pass of keys are DECODE_PSAC's. Keys leave 12 programs to a multiprocessor, so values take
+longer steps than alone."""
 COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),

@@ -30,7 +30,7 @@ from benchmarks.agreement import (
 from benchmarks.agreement_fused import agree_fused
 from benchmarks.guards import guarded_allocations
 from benchmarks.timing import Timing
-from kernels import decode, decode_spans, encode, fused, groups, kmeans, stages, tuning
+from kernels import decode, decode_pair, decode_spans, encode, fused, groups, kmeans, stages, tuning
 from kernels.launch import launch
 from quantwm.cache import (
     CachePolicy,
@@ -118,7 +118,8 @@ def test_attention_in_slabs(monkeypatch: pytest.MonkeyPatch, method: str) -> Non
 def test_spans_of_a_history_in_one_launch(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, int]
 ) -> None:
-    """The same bits as span by span, of some heads, nothing touched between and beside them."""
+    """The same bits as span by span, of some heads, nothing touched between and beside them: of
+    many spans by one launch, of few by one for keys and values of each."""
     method, rank = case
     launched: list[tuple[int, ...]] = []
 
@@ -126,26 +127,66 @@ def test_spans_of_a_history_in_one_launch(
         launched.append(grid)
         launch(kernel, grid, args, constants)
 
-    monkeypatch.setattr(decode_spans, "launch", noted)
-    monkeypatch.setattr(decode_spans, "WORTHWHILE", 1)
+    for module in (decode_spans, decode_pair):
+        monkeypatch.setattr(module, "launch", noted)
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for side, parts in enumerate(sides):
+        offset = 2
+        for number, tokens in enumerate((40, 17, 90)):
+            ranked = rank if side == 0 and number != 1 else 0
+            prepared = _drawn_span(method, ranked, tokens, 3 * side + number)
+            parts.append((prepared, offset, number, 2 * tokens - number))
+            offset += 2 * tokens
+    wanted, first = torch.full((2, 2, offset + 3, 64), torch.nan), 1
+    for parts, out in zip(sides, wanted, strict=True):
+        for decoder, *given in parts:
+            decoder(out, *given, first)
+    block = decode_pair.launch_constants(sides[0][0][0], wanted)["BLOCK_N"]
+    for worthwhile, made, grids in (
+        (1, 0, [(-(-178 // block), 12)]), (1 << 62, 3, [(-(-n // block), 4) for n in (80, 33, 178)])
+    ):  # fmt: skip
+        monkeypatch.setattr(decode_spans, "WORTHWHILE", worthwhile)
+        mine = torch.full_like(wanted, torch.nan)
+        assert decode_spans.decode_spans(sides, tuple(mine), first) == made
+        assert torch.equal(wanted.view(torch.int32), mine.view(torch.int32))
+        assert launched == grids
+        launched.clear()
+
+
+def test_spans_that_share_no_launch() -> None:
+    """Outputs that are not alike, parts of one side, other tokens of keys than of values."""
+    keys, values = (_drawn_span("quantwm", rank, 30, rank) for rank in (3, 0))
+    for sides in (
+        ([(keys, 1, 2, 50)], [(values, 1, 2, 50)]), ([(keys, 1, 2, 50)], []),
+        ([(keys, 0, 2, 50)], [(values, 0, 3, 50)]), ([(keys, 0, 5, 5)], [(values, 0, 5, 5)]),
+        ([(values, 0, 0, 60)], [(keys, 0, 0, 60)]),
+    ):  # fmt: skip
+        outs = torch.full((3, 70, 64), torch.nan), torch.full((3, 72, 64), torch.nan)
+        for v_out in (outs[1], torch.full((3, 70, 64), torch.nan)):
+            wanted = [torch.full_like(out, torch.nan) for out in (outs[0], v_out)]
+            for parts, out in zip(sides, wanted, strict=True):
+                for decoder, *given in parts:
+                    decoder(out, *given)
+            assert decode_spans.decode_spans(sides, (outs[0], v_out))
+            for one, other in zip(wanted, (outs[0], v_out), strict=True):
+                assert torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def test_a_pair_that_does_not_fit() -> None:
+    keys, values = (_drawn_span("quantwm", rank, 30, rank) for rank in (3, 0))
+    outs = torch.zeros(3, 40, 64), torch.zeros(3, 40, 64)
+    with pytest.raises(ValueError, match="do not fit"):
+        decode_spans.decode_spans(([(keys, 0, 0, 60)], [(values, 0, 0, 60)]), outs)
+
+
+def _drawn_span(method: str, rank: int, tokens: int, seed: int) -> decode.Decoder:
+    """The decoder of two chunks of 3 heads of 64 channels."""
     settings = {} if method == "qvg" else {"psac": rank > 0, "rank": max(rank, 1)}
     fmt = make_format(method, centroids=8, group_size=16, **settings)
-    parts, offset = [], 2
-    for number, tokens in enumerate((40, 17, 90)):
-        drawn = make_case(3, tokens, 64, 8, 16, max(rank, 1), "cpu", seed=number)
-        guide = QueryGuide(drawn.weights, drawn.basis, drawn.eigenvalues)
-        book = fmt.fit(drawn.x, torch.Generator().manual_seed(0), None)
-        span = fmt.join(*(fmt.encode(drawn.x, book, "keys", guide) for _ in range(2)))
-        prepared = prepare(method, span)
-        parts.append((prepared, offset, number, 2 * tokens - number))
-        offset += 2 * tokens
-    one = torch.full((2, offset + 3, 64), torch.nan)
-    many = one.clone()
-    for decoder, *given in parts:
-        decoder(one, *given, 1)
-    decode_spans.decode_spans(parts, many, 1)
-    assert torch.equal(one.view(torch.int32), many.view(torch.int32))
-    assert launched == [(-(-178 // parts[2][0].prepared.constants["BLOCK_N"]), 6)]
+    drawn = make_case(3, tokens, 64, 8, 16, max(rank, 1), "cpu", seed=seed)
+    guide = QueryGuide(drawn.weights, drawn.basis, drawn.eigenvalues)
+    book = fmt.fit(drawn.x, torch.Generator().manual_seed(0), None)
+    return prepare(method, fmt.join(*(fmt.encode(drawn.x, book, "keys", guide) for _ in range(2))))
 
 
 def prepare(method: str, span: Any) -> decode.Decoder:

@@ -18,7 +18,7 @@ from compiling import (
     record,
 )
 
-from kernels import decode, decode_spans, encode, flash, fused, kmeans, tuning
+from kernels import decode, decode_pair, decode_spans, encode, flash, fused, kmeans, tuning
 from kernels.format import Side
 
 
@@ -129,43 +129,67 @@ def test_fused_attention_compiles(
             assert "fma.rn.bf16x2" in ptx, f"not two channels an instruction: {label}"
 
 
-@pytest.mark.parametrize("rank", [None, 0, 8])
-def test_many_spans_in_one_launch_compile(launches: list[Launched], rank: int | None) -> None:
+def run_readings(monkeypatch: pytest.MonkeyPatch, dim: int, group: int, rank: int | None) -> None:
+    """Keys and values of one span, and of several; rank None: ternary."""
+    monkeypatch.setattr(decode_spans, "WORTHWHILE", 1)
+    codes, ids = torch.zeros(2, 100, dim // 4).byte(), torch.zeros(2, 100).byte()
+    centroids, scales = torch.zeros(2, 256, dim).bfloat16(), torch.zeros(2, 100, dim // group)
+    sides = []
+    for directions in (rank, rank and 0):
+        if directions is None:
+            given = codes, ids, centroids, scales.to(torch.float8_e4m3fn), group
+            sides.append(decode.prepare_qvg(*given))
+            continue
+        rows = torch.zeros(2, 100, directions).char(), torch.zeros(2, 100).half()
+        correction = (*rows, torch.zeros(2, dim, directions).bfloat16())
+        zeros = torch.zeros(2, 25 * dim // group).byte()
+        affine = torch.zeros(2, 1).half(), torch.tensor([100], dtype=torch.int32), zeros
+        sides.append(decode.prepare_quantwm(
+            codes, ids, centroids, scales.byte(), *affine, group,
+            *(correction if directions else (None, None, None)), 0,
+        ))  # fmt: skip
+    keys, values = sides
+    outs = (torch.zeros(2, 200, dim).bfloat16(), torch.zeros(2, 200, dim).bfloat16())
+    for parts in ([(keys, 0, 0, 100)], [(keys, 0, 0, 100), (keys, 100, 0, 100)]):
+        decode_spans.decode_spans((parts, [(values, 0, 0, 100)]), outs)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group_size", "rank"),
+    [(128, 64, None), (128, 64, 0), (128, 64, 8), (64, 16, 3), (256, 64, 8), (128, 16, 32)],
+)
+def test_readings_in_one_launch_compile(
+    monkeypatch: pytest.MonkeyPatch, dim: int, group_size: int, rank: int | None
+) -> None:
     """16 bytes a load of centroids and a store, though addresses come from a table."""
-    run_launchers(128, 64, 8)
-    name = "decode_ternary_kernel" if rank is None else "decode_affine_kernel"
-    one = next(
-        n for n in launches
-        if n.kernel.__name__ == name and n.arguments.get("RANK") == rank
-        and n.arguments["out_ptr"].dtype == torch.bfloat16
-    )  # fmt: skip
-    kernel = getattr(decode_spans, name.replace("decode_", "").replace("_k", "_spans_k"))
-    given = {**one.arguments, "table_ptr": torch.zeros(4, 17, dtype=torch.int64), "n_heads": 2}
-    if rank is not None:
-        given["ALIGNED"] = 16
-    wanted = {
-        k: v for k, v in given.items() if k in kernel.arg_names or k not in one.kernel.arg_names
-    }
-    compiled, used = compile_launch(Launched(kernel, wanted))
-    assert used["STACK"] == used["LOCAL"] == 0
-    assert used["REG"] <= 168  # three programs of four warps and more share a multiprocessor
-    ptx = compiled.asm["ptx"]
-    assert re.search(r"ld\.global[.a-z0-9:]*\.v[48]", ptx) and "st.global.v4" in ptx
+    launches = record(monkeypatch, decode, decode_pair, decode_spans)
+    run_readings(monkeypatch, dim, group_size, rank)
+    stem = "ternary" if rank is None else "affine"
+    names = [f"{stem}_pair_kernel", f"{stem}_spans_kernel"]
+    assert [launched.kernel.__name__ for launched in launches] == names
+    for launched in launches:
+        compiled, used = compile_launch(launched)
+        assert used["STACK"] == used["LOCAL"] == 0, describe(launched)
+        # Where models are large 12 warps and more share a multiprocessor.
+        assert used["REG"] <= (168 if (dim, group_size) == (128, 64) else REGISTER_LIMIT)
+        ptx = compiled.asm["ptx"]
+        assert re.search(r"ld\.global[.a-z0-9:]*\.v[48]", ptx) and "st.global.v4" in ptx
 
 
 def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
     growing = {
         "n_tokens", "offset", "start", "stop", "n_chunks", "first_corrected", "n_queries",
-        "first_head",
+        "first_head", "n_rows", "k_tokens", "v_tokens", "k_chunks", "v_chunks", "k_book",
+        "v_book",
     }  # fmt: skip
     kernels = [
         getattr(module, name)
-        for module in (kmeans, encode, decode, decode_spans, flash)
+        for module in (kmeans, encode, decode, decode_pair, decode_spans, flash)
         for name in vars(module)
         if name.endswith("_kernel")
     ]
-    assert len(set(map(id, kernels))) == 15
+    assert len(set(map(id, kernels))) == 17
     for kernel in kernels:
         for parameter in kernel.params:
             if parameter.name in growing:

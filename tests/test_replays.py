@@ -57,9 +57,11 @@ class Kernels:
             noted.append((call, given))
         call(*given)
 
-    def decode_spans(self, parts: Any, out: Tensor, first_head: int = 0) -> None:
-        for decode, *place in parts:
-            self._launch(decode, out, *place, first_head)
+    def decode_spans(self, sides: Any, outs: Any, first_head: int = 0) -> int:
+        for parts, out in zip(sides, outs, strict=True):
+            for decode, *place in parts:
+                self._launch(decode, out, *place, first_head)
+        return len(sides[0]) + len(sides[1])
 
     def copy_pair(self, *given: Any) -> None:
         self._launch(reference.copy_pair, *given)

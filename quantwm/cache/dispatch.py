@@ -94,8 +94,11 @@ class Ops(GroupOps, Protocol):
         """k and v [H, N, D] to k_out[:, offset : offset + N] and v_out[...], in their type."""
         ...
 
-    def decode_spans(self, parts: Parts, out: Tensor, first_head: int = 0) -> None:
-        """Each part as its decoder called alone would do."""
+    def decode_spans(
+        self, sides: tuple[Parts, Parts], outs: tuple[Tensor, Tensor], first_head: int = 0
+    ) -> int:
+        """Each part of keys and of values as its decoder called alone would do. Returns the number
+        of launches, 0 where one of them cannot be made again as it is."""
         ...
 
     def prepare_copy(self, x: Tensor) -> Decode:
@@ -334,8 +337,10 @@ class TritonOps(TritonGroupOps):
         ops = self._decode if _copied(k, k_out) and _copied(v, v_out) else reference
         ops.copy_pair(k_out, v_out, offset, k, v)
 
-    def decode_spans(self, parts: Parts, out: Tensor, first_head: int = 0) -> None:
-        import_module("kernels.decode_spans").decode_spans(parts, out, first_head)
+    def decode_spans(
+        self, sides: tuple[Parts, Parts], outs: tuple[Tensor, Tensor], first_head: int = 0
+    ) -> int:
+        return import_module("kernels.decode_spans").decode_spans(sides, outs, first_head)
 
     def prepare_copy(self, x: Tensor) -> Decode:
         return (self._decode if _copied(x, x) else reference).prepare_copy(x)

@@ -83,9 +83,10 @@ def decode_visible(
                 else:
                     fmt.decode_heads_into(span, out, offset, start, stop, first_head)
             offset += stop - start
-    for parts, out in zip(prepared, (keys, values), strict=True):
-        ops_for(out.device).decode_spans(parts, out, first_head or 0)
-    return len(prepared[0]) + len(prepared[1]) + spread if lasting else 0
+    if not any(prepared):
+        return spread if lasting else 0
+    made = ops_for(keys.device).decode_spans(prepared, (keys, values), first_head or 0)
+    return made + spread if lasting and made else 0
 
 
 @dataclass(frozen=True)

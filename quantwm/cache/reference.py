@@ -190,10 +190,14 @@ def copy_pair(k_out: Tensor, v_out: Tensor, offset: int, k: Tensor, v: Tensor) -
     k_out[:, tokens], v_out[:, tokens] = k, v
 
 
-def decode_spans(parts: Sequence[Any], out: Tensor, first_head: int = 0) -> None:
+def decode_spans(
+    sides: tuple[Sequence[Any], Sequence[Any]], outs: tuple[Tensor, Tensor], first_head: int = 0
+) -> int:
     """See `dispatch.Ops.decode_spans`."""
-    for decode, offset, start, stop in parts:
-        decode(out, offset, start, stop, first_head)
+    for parts, out in zip(sides, outs, strict=True):
+        for decode, offset, start, stop in parts:
+            decode(out, offset, start, stop, first_head)
+    return len(sides[0]) + len(sides[1])
 
 
 def prepare_copy(x: Tensor) -> Callable[..., None]:
