@@ -235,6 +235,14 @@ def check_staged(device: torch.device) -> None:
             alone = cache.gather(0, own, own)
         for one, other in zip(together, alone, strict=True):
             require(torch.equal(one, other), f"{name}: spans in one launch and one by one")
+    history = LayerHistory.prefilled("quantwm", x, x.flip(1), 4680)
+    q = torch.randn(own.shape, generator=generator, device=device).to(own.dtype)
+    whole = history.attend(q, own, own)
+    for heads in (10, 7, 1):  # 10 as 7 and 3, whose attention runs beside the others' decoding
+        room = heads * (x.shape[1] + own.shape[1]) * 128 * 2 * 2
+        for _ in range(3):
+            turns = history.with_workspace(room).attend(q, own, own)
+            require(torch.equal(turns, whole), f"{heads} heads in turns")
 
 
 def check_passes(device: torch.device) -> None:

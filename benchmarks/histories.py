@@ -79,9 +79,13 @@ class LayerHistory:
     def decode(self, k: Tensor, v: Tensor) -> Tensor:
         """Keys as an attention reads them, in the same turns; all of them are decoded."""
         reading = self.cache.reading(LayerWrite(0, k, v))
-        heads, group = k.shape[0], reading.heads_at_once(self.cache.workspace, self.cache.dtype)
+        workspace, dtype, heads = self.cache.workspace, self.cache.dtype, k.shape[0]
+        group = reading.heads_at_once(workspace, dtype)
+        if group == heads:
+            return reading.staged(workspace, dtype)[0]
+        keys, values = reading.room(workspace, dtype, group)
         for first in range(0, heads, group):
             some = slice(first, min(first + group, heads))
-            keys, _ = reading.staged(self.cache.workspace, self.cache.dtype,
-                                     None if group == heads else some)  # fmt: skip
+            count = some.stop - first
+            reading.decode_heads(keys[:count], values[:count], some)
         return keys

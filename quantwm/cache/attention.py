@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantwm.cache.fused import low_memory_attention
 from quantwm.cache.reading import Reading
+from quantwm.cache.turns import attend_in_turns
 from quantwm.cache.workspace import Workspace
 
 ScoreBias = Callable[[int, str, Tensor, int], Tensor]
@@ -48,12 +49,10 @@ def attend(reading: Reading, q: Tensor, workspace: Workspace, bias: Tensor | Non
     heads = q.shape[0]
     if group == heads:
         return attention(q, *reading.kept(workspace, q.dtype), bias)
-    out = torch.empty_like(q)
-    for first in range(0, heads, group):
-        some = slice(first, min(first + group, heads))
-        part = _of_heads(bias, some, heads)
-        out[some] = attention(q[some], *reading.staged(workspace, q.dtype, some), part)
-    return out
+    return attend_in_turns(
+        reading, q, workspace, group,
+        lambda some, k, v: attention(q[some], k, v, _of_heads(bias, some, heads)),
+    )  # fmt: skip
 
 
 def _of_heads(bias: Tensor | None, some: slice, heads: int) -> Tensor | None:

@@ -143,21 +143,23 @@ class Reading:
         ops_for(keys.device).copy_pair(keys, values, self.past, self.k, self.v)
         return keys, values
 
-    def staged(
-        self, workspace: Workspace, dtype: torch.dtype, heads: slice | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values [heads, tokens, D] in the scratch; heads: a run of them, or all."""
-        k, v = (self.k, self.v) if heads is None else (self.k[heads], self.v[heads])
-        shape = (k.shape[0], *self.shape[1:])
-        keys, values = workspace.take(shape, dtype, k.device, self.reserve)
-        if heads is None:
-            place = Place.of(self.first, self.shape, workspace.room_at, keys, values, k, v)
-            read = partial(self._read, workspace, keys, values)
-            self.replays.read(self.slot, place, k.device, read, self._origin)
-        else:
-            decode_visible(self.segments, self.slot, keys, values, self.first, heads.start)
-            ops_for(k.device).copy_pair(keys, values, self.past, k, v)
+    def staged(self, workspace: Workspace, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values [H, tokens, D] in the scratch."""
+        keys, values = self.room(workspace, dtype, self.shape[0])
+        place = Place.of(self.first, self.shape, workspace.room_at, keys, values, self.k, self.v)
+        read = partial(self._read, workspace, keys, values)
+        self.replays.read(self.slot, place, self.k.device, read, self._origin)
         return keys, values
+
+    def room(self, workspace: Workspace, dtype: torch.dtype, heads: int) -> tuple[Tensor, Tensor]:
+        """The scratch, as keys and values [heads, tokens, D]; what it held before is lost."""
+        shape = (heads, *self.shape[1:])
+        return workspace.take(shape, dtype, self.k.device, self.reserve)
+
+    def decode_heads(self, keys: Tensor, values: Tensor, heads: slice) -> None:
+        """A run of heads into keys and values [heads, tokens, D]."""
+        decode_visible(self.segments, self.slot, keys, values, self.first, heads.start)
+        ops_for(keys.device).copy_pair(keys, values, self.past, self.k[heads], self.v[heads])
 
     def _read(self, workspace: Workspace, keys: Tensor, values: Tensor) -> int:
         """Of all heads; as `decode_visible` counts."""
