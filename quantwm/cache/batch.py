@@ -185,7 +185,7 @@ class Batch:
             keys, values = room.pairs[:, place]
             ops_for(k.device).copy_pair(keys, values, 0, k, v)
             if q is not None:
-                room.asked()[place].copy_(moment(q))
+                moment(q, room.asked()[place])
             elif room.moments is not None:
                 room.moments[place].zero_()
 

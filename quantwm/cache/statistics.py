@@ -13,13 +13,16 @@ GROUP_BYTES = 32 << 20
 """Whole moments worked on together where they are kept as triangles: a bound on the transient."""
 
 
-def moment(q: Tensor) -> Tensor:
-    """Sum of q q^T over tokens. q: [H, N, D] -> float32 [H, D, D] (QuantWM Eq. 6, unnormalised)."""
+def moment(q: Tensor, out: Tensor | None = None) -> Tensor:
+    """Sum of q q^T over tokens. q: [H, N, D] -> float32 [H, D, D] (QuantWM Eq. 6, unnormalised).
+
+    out: where to put it, in place of a new tensor.
+    """
     if q.is_cuda and q.dtype == torch.bfloat16:
         # Products of BF16 numbers are exact in float32, so the tensor cores lose nothing.
-        return torch.bmm(q.transpose(1, 2), q, out_dtype=torch.float32)
+        return torch.bmm(q.transpose(1, 2), q, out_dtype=torch.float32, out=out)
     q = q.float()
-    return torch.bmm(q.transpose(1, 2), q)
+    return torch.bmm(q.transpose(1, 2), q, out=out)
 
 
 def moment_bytes(head_dim: int, compact: bool) -> int:
