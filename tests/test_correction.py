@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from quantwm.cache.formats import correction
 from quantwm.cache.formats.correction import (
     Correction,
+    counted,
     dense_all,
     kept_rows,
     settled_corrections,
@@ -31,8 +32,16 @@ def _made(seed: int, count: int, share: float) -> Correction:
 
 
 def _settled(dense: Sequence[Correction]) -> tuple[list[Correction], list[int]]:
+    """Made ahead of the counts, which is the same as after them."""
     counts = [int(n) for part in kept_rows(dense) for n in part]
-    return list(settled_corrections(dense, counts)), counts
+    found, ahead = counted(dense)
+    assert [int(n) for part in found for n in part] == counts
+    settled = list(settled_corrections(dense, counts, ahead))
+    for one, other in zip(settled, settled_corrections(dense, counts), strict=True):
+        for mine, wanted in zip(one.row_tensors(), other.row_tensors(), strict=True):
+            assert torch.equal(mine, wanted) and mine.dtype == wanted.dtype
+            assert mine.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
+    return settled, counts
 
 
 def _same_rows(one: Correction, other: Correction) -> bool:
