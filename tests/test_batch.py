@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quantwm.cache import CachePolicy, CacheSpec, KVCache, batch, checks, kv_cache, make_format
+from quantwm.cache import (
+    CachePolicy,
+    CacheSpec,
+    KVCache,
+    batch,
+    checks,
+    commit,
+    kv_cache,
+    make_format,
+)
 from quantwm.cache.batch import BATCH_BYTES, batch_bytes, ends_of, slots_together
 from quantwm.cache.chunk import LayerWrite
 from quantwm.cache.codebook import Codebook
+from quantwm.cache.formats.correction import Correction
 from quantwm.cache.formats.rows import part_rows
 from quantwm.cache.plan import Workload, plan
 from quantwm.cache.remedy import CacheMemoryError
@@ -20,6 +31,7 @@ from quantwm.cache.statistics import moment
 from quantwm.errors import UserError
 from tests.cache_helpers import LASTING, SETTINGS, SPEC, live_bytes, make_cache, qkv, same_bytes
 from tests.host_syncs import HostSyncs
+from tests.tape import Launches
 from tests.test_beside import Streams
 
 WIDE = replace(SPEC, layers=10)
@@ -237,6 +249,30 @@ def test_nothing_is_read_back(streams: Streams) -> None:
     with HostSyncs() as seen:
         cache._encode_batch(chunk, chunk.batch)
     assert not seen.names and sorted(chunk.writes) == [0, 1, 2]
+
+
+def test_little_is_launched_once_a_commit_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has nothing else to do then: kept rows and their scales, and the statistics."""
+    monkeypatch.setattr(Correction, "sparse_is_smaller", lambda rows, kept: True)
+    spec = replace(WIDE, tokens_per_frame=8)
+    cache = make_cache("quantwm", CachePolicy(span_tokens=16), spec)
+    for first in (0, 2, 4):
+        cache.begin_chunk(first, SPEC.frames_per_chunk)
+        for layer in range(spec.layers):
+            cache.attend(layer, *qkv(97 * first + layer, 16, spec), clean=True)
+        if first < 4:
+            cache.finalize_chunk()
+    read, launches = commit.read, Launches()
+
+    def noted(questions: Sequence[torch.Tensor]) -> list[float]:
+        found = read(questions)
+        launches.names.clear()
+        return found
+
+    monkeypatch.setattr(commit, "read", noted)
+    with launches:
+        cache.finalize_chunk()
+    assert launches.names == ["index_select", "index_select", "_foreach_add_"]
 
 
 def test_the_last_batch_is_small(monkeypatch: pytest.MonkeyPatch, streams: Streams) -> None:
