@@ -37,6 +37,8 @@ from quantwm.cache import explain, make_format
 from quantwm.cache.dispatch import ops_for
 from quantwm.cache.formats import QueryGuide, takes
 from quantwm.cache.formats.base import Fusible
+from quantwm.cache.reading import decode_visible
+from quantwm.cache.segments import Segment
 from quantwm.errors import UserError
 
 FULL_SIZE = (40, 4680, 128, 256, 64, 8)  # heads, tokens, head dim, centroids, group size, rank
@@ -170,6 +172,9 @@ def check_no_recompilation(device: torch.device) -> None:
                 tokens = fmt.tokens(span)
                 out = torch.empty(2, tokens + step, 128, dtype=torch.bfloat16, device=device)
                 fmt.decode_into(span, out, step, step, tokens)
+                values = (fmt.encode(case.x, codebook, "values", guide) for _ in range(2))
+                both = Segment("packed", fmt, 0, (tokens,), (span,), (fmt.join(*values),))
+                decode_visible([both], 0, out, torch.empty_like(out), 0)
                 if isinstance(fmt, Fusible):
                     sides = (fmt.side(span), fmt.side(span))
                     fused.fused(case.x[:, : 50 + step], [(*sides, step, tokens)], 0.1)

@@ -21,8 +21,8 @@ from quantwm.cache.dispatch import Ops, ops_for
 
 Axes = tuple[tuple[int, ...], ...]
 """Tokens a program, centroids a tile (attention: queries; decoding: tokens a step or, with PSAC,
-channels a pass), warps, pipeline stages and, in attention and decoding, the most registers a
-thread may have (0: any)."""
+channels a pass; of keys and values together, tokens a step of values), warps, pipeline stages and,
+in attention and decoding, the most registers a thread may have (0: any)."""
 
 KEYS = ("block_n", "block_k", "num_warps", "num_stages", "registers")
 SEARCH: dict[str, Axes] = {
@@ -34,6 +34,7 @@ SEARCH: dict[str, Axes] = {
     "DECODE": ((32, 64, 128, 256), (4, 8, 16), (1, 2, 4), (1,)),
     "DECODE_AFFINE": ((32, 64, 128, 256), (4, 8, 16), (1, 2, 4), (1,)),
     "DECODE_PSAC": ((16, 32, 48, 64, 96, 128, 256), (64, 128), (1,), (1,), (0, 128)),
+    "DECODE_PAIR": ((32, 48, 64, 96, 128, 192), (4, 8, 16), (1,), (1,), (0, 128)),
     "ENCODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
     "ENCODE_CHANNELS": ((1024, 2048, 4096, 8192), (0,), (1, 2, 4, 8), (1,)),
     "DECODE_TOKENS": ((8, 16, 32, 64), (0,), (2, 4, 8), (1,)),
@@ -56,6 +57,8 @@ FASTEST: dict[str, tuple[tuple[int, ...], ...]] = {
     "DECODE_PSAC": ((64, 128, 1, 1, 0), (16, 128, 1, 1, 0), (32, 128, 1, 1, 0),
                     (48, 128, 1, 1, 0), (96, 128, 1, 1, 0), (128, 128, 1, 1, 0),
                     (256, 128, 1, 1, 0), (64, 128, 1, 1, 128), (64, 64, 1, 1, 0)),
+    "DECODE_PAIR": ((64, 8, 1, 1), (64, 16, 1, 1), (64, 4, 1, 1), (96, 8, 1, 1), (96, 16, 1, 1),
+                    (128, 8, 1, 1), (128, 16, 1, 1), (48, 8, 1, 1), (32, 8, 1, 1)),
     "ENCODE_TOKENS": ((32, 0, 4, 1), (16, 0, 4, 1), (32, 0, 8, 1), (8, 0, 2, 1)),
     "ENCODE_CHANNELS": ((8192, 0, 4, 1), (8192, 0, 8, 1), (2048, 0, 4, 1), (1024, 0, 1, 1),
                         (1024, 0, 4, 1)),
@@ -107,7 +110,7 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
     ids = ops.assign(x, centroids)
     codes, scales = ops.encode_qvg(x, ids, centroids, group)
     packed = ops.encode_quantwm(x, ids, centroids, group, 1.0, case.basis, case.eigenvalues)
-    tokens, out = x.shape[1], torch.empty_like(x)
+    tokens, out, other = x.shape[1], torch.empty_like(x), torch.empty_like(x)
     stops = torch.tensor([tokens], dtype=torch.int32, device=x.device)
     quantwm = (packed[0], ids, centroids, packed[1], packed[2].unsqueeze(1), stops, packed[3])
     correction = (packed[4], packed[5], case.basis, 0)
@@ -121,6 +124,12 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
 
     def decode_corrected() -> None:
         ops.prepare_quantwm(*quantwm, group, *correction)(out, 0, 0, tokens)
+
+    def decode_both() -> None:
+        keys = ops.prepare_quantwm(*quantwm, group, *correction)
+        values = ops.prepare_quantwm(*quantwm, group, None, None, None, 0)
+        sides = ([(keys, 0, 0, tokens)], [(values, 0, 0, tokens)])
+        ops.decode_spans(sides, (out, other))
 
     def fused_corrected() -> None:
         held = (*quantwm[:5], (tokens,), quantwm[6])
@@ -142,6 +151,7 @@ def _runs(ops: Ops, case: Any) -> dict[str, Callable[[], object]]:
         "DECODE": decode_ternary,
         "DECODE_AFFINE": decode_affine,
         "DECODE_PSAC": decode_corrected,
+        "DECODE_PAIR": decode_both,
     }
 
 

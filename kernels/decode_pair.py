@@ -8,6 +8,7 @@ gaps. Heads take turns, keys before values, so that the shorter programs come la
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
@@ -17,7 +18,7 @@ from torch import Tensor
 from kernels import tuning
 from kernels.decode import FLOAT_REGISTERS, Decoder
 from kernels.decode_rows import affine_piece, ternary_block
-from kernels.launch import launch
+from kernels.launch import compile_only, launch
 
 Constants = dict[str, Any]
 
@@ -100,7 +101,7 @@ def is_affine(decode: Decoder) -> bool:
     return "RANK" in decode.prepared.constants
 
 
-def launch_constants(decode: Decoder, out: Tensor) -> Constants:
+def launch_constants(decode: Decoder, out: Tensor, long: bool) -> Constants:
     """Of one launch of many such spans into such an output; decode: with the most directions.
 
     Left alone, ptxas takes 168 registers of a thread and lays up to 32 bytes of it on the stack
@@ -110,7 +111,8 @@ def launch_constants(decode: Decoder, out: Tensor) -> Constants:
     if not is_affine(decode):
         return dict(own)
     dim, group, rank = own["D"], own["GROUP"], own["RANK"]
-    row = tuning.DECODE_PAIR[dim] if rank else tuning.DECODE_AFFINE[dim]
+    table = tuning.DECODE_PAIR_LONG if long else tuning.DECODE_PAIR
+    row = table[dim] if rank else tuning.DECODE_AFFINE[dim]
     constants = {
         "D": dim, "GROUP": group, "RANK": rank, "RANK_PAD": own["RANK_PAD"],
         "BLOCK_N": row.block_n, "WIDTH": max(tuning.DECODE_PSAC[dim].block_k, group),
@@ -123,6 +125,30 @@ def launch_constants(decode: Decoder, out: Tensor) -> Constants:
     return {**constants, "maxnreg": registers} if registers else constants
 
 
+_READY: set[tuple[object, ...]] = set()
+
+
+def launch_many(
+    kernel: Any, decode: Decoder, out: Tensor, lengths: Sequence[int], heads: int,
+    args: Sequence[Any], more: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """Parts of these lengths in a grid of `heads` times as many heads as out has.
+
+    more: constants beyond launch_constants'. With the first launch of a kind the row of other
+    lengths is compiled too, so that no history compiles anything because it has grown.
+    """
+    long, more = sum(lengths) >= tuning.LONG_TOKENS, more or {}
+    constants = {**launch_constants(decode, out, long), **more}
+    grid = (-(-max(lengths) // constants["BLOCK_N"]), heads * out.shape[0])
+    kind = (id(kernel), out.device, out.dtype)
+    if (*kind, *constants.values()) not in _READY:
+        other = {**launch_constants(decode, out, not long), **more}
+        _READY.update((*kind, *each.values()) for each in (constants, other))
+        if other != constants:
+            compile_only(kernel, grid, args, other)
+    launch(kernel, grid, args, constants)
+
+
 def decode_pair(
     keys: Decoder, values: Decoder, outs: tuple[Tensor, Tensor], offset: int, start: int,
     stop: int, first_head: int,
@@ -133,12 +159,10 @@ def decode_pair(
         decode.check(out, offset, start, stop, first_head)
     if start >= stop:
         return
-    constants = launch_constants(keys, outs[0])
-    stride_h, stride_n, _ = outs[0].stride()
-    grid = (-(-(stop - start) // constants["BLOCK_N"]), 2 * outs[0].shape[0])
     kernel, k_fixed, v_fixed = ternary_pair_kernel, keys.prepared.fixed, values.prepared.fixed
     if is_affine(keys):
         kernel = affine_pair_kernel
         v_fixed = tuple(v_fixed[place] for place in UNCORRECTED)
-    lengths = (stride_h, stride_n, offset, start, stop, first_head)
-    launch(kernel, grid, (*outs, *lengths, *k_fixed, *v_fixed), constants)
+    stride_h, stride_n, _ = outs[0].stride()
+    place = (stride_h, stride_n, offset, start, stop, first_head)
+    launch_many(kernel, keys, outs[0], [stop - start] * 2, 2, (*outs, *place, *k_fixed, *v_fixed))

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from kernels import decode as single
 from kernels.decode import Decoder
-from kernels.decode_pair import decode_pair, is_affine, launch_constants
+from kernels.decode_pair import decode_pair, is_affine, launch_many
 from kernels.decode_rows import affine_piece, ternary_block
-from kernels.launch import launch
 
 WORTHWHILE = 1 << 24
 """Elements from which on a table is made and copied, 40 us of the host: below, a launch for each
@@ -228,27 +227,25 @@ def _by_pairs(group: Sequence[Placed], outs: tuple[Tensor, Tensor], first_head: 
 
 
 def _by_table(group: Sequence[Placed], outs: tuple[Tensor, Tensor], first_head: int) -> None:
-    rows, longest, k_out = [], 0, outs[0]
+    rows, lengths, k_out = [], [], outs[0]
     # Keys and values by turns: the ones wait for memory while the others write.
     for part in sorted(group, key=lambda part: part.offset):
         side, decode, offset, start, stop = part
         decode.check(outs[side], offset, start, stop, first_head)
         mark = 2 if _rank(part) else side
         rows.append((mark, offset, start, stop, *decode.prepared.numbers))
-        longest = max(longest, stop - start)
+        lengths.append(stop - start)
     # Pinned: a copy from pageable memory would wait for all that is queued.
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=k_out.is_cuda)
     table = table.to(k_out.device, non_blocking=True)
     most = max(group, key=_rank).decode
-    constants = launch_constants(most, k_out)
-    kernel = ternary_spans_kernel
+    kernel, more = ternary_spans_kernel, {}
     if is_affine(most):
         kernel = affine_spans_kernel
-        constants["ALIGNED"] = 1 if any(_unaligned(part.decode) for part in group) else 16
-    grid = (triton.cdiv(longest, constants["BLOCK_N"]), len(rows) * k_out.shape[0])
+        more["ALIGNED"] = 1 if any(_unaligned(part.decode) for part in group) else 16
     stride_h, stride_n, _ = k_out.stride()
     args = (*outs, stride_h, stride_n, table, len(rows), first_head)
-    launch(kernel, grid, args, constants)
+    launch_many(kernel, most, k_out, lengths, len(rows), args, more)
 
 
 def _unaligned(decode: Decoder) -> bool:

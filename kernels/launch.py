@@ -169,6 +169,14 @@ def launch(
     _note(kernel, compiled, grid, device, values)
 
 
+def compile_only(
+    kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
+) -> None:
+    """So that a later `launch` of it compiles nothing."""
+    if isinstance(kernel, JITFunction):
+        kernel.warmup(*args, grid=grid, **constants)
+
+
 class PreparedLaunch:
     """A kernel whose later arguments are fixed; a call gives a tensor and the integers before them.
 

@@ -127,8 +127,7 @@ def test_spans_of_a_history_in_one_launch(
         launched.append(grid)
         launch(kernel, grid, args, constants)
 
-    for module in (decode_spans, decode_pair):
-        monkeypatch.setattr(module, "launch", noted)
+    monkeypatch.setattr(decode_pair, "launch", noted)
     sides: tuple[list[Any], list[Any]] = ([], [])
     for side, parts in enumerate(sides):
         offset = 2
@@ -141,7 +140,7 @@ def test_spans_of_a_history_in_one_launch(
     for parts, out in zip(sides, wanted, strict=True):
         for decoder, *given in parts:
             decoder(out, *given, first)
-    block = decode_pair.launch_constants(sides[0][0][0], wanted)["BLOCK_N"]
+    block = decode_pair.launch_constants(sides[0][0][0], wanted, False)["BLOCK_N"]
     for worthwhile, made, grids in (
         (1, 0, [(-(-178 // block), 12)]), (1 << 62, 3, [(-(-n // block), 4) for n in (80, 33, 178)])
     ):  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,17 +164,40 @@ def test_readings_in_one_launch_compile(
 ) -> None:
     """16 bytes a load of centroids and a store, though addresses come from a table."""
     launches = record(monkeypatch, decode, decode_pair, decode_spans)
-    run_readings(monkeypatch, dim, group_size, rank)
+    for long in (1, 1 << 62):
+        monkeypatch.setattr(tuning, "LONG_TOKENS", long)
+        run_readings(monkeypatch, dim, group_size, rank)
     stem = "ternary" if rank is None else "affine"
     names = [f"{stem}_pair_kernel", f"{stem}_spans_kernel"]
-    assert [launched.kernel.__name__ for launched in launches] == names
-    for launched in launches:
+    assert [launched.kernel.__name__ for launched in launches] == names * 2
+    for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
         assert used["STACK"] == used["LOCAL"] == 0, describe(launched)
         # Where models are large 12 warps and more share a multiprocessor.
         assert used["REG"] <= (168 if (dim, group_size) == (128, 64) else REGISTER_LIMIT)
         ptx = compiled.asm["ptx"]
         assert re.search(r"ld\.global[.a-z0-9:]*\.v[48]", ptx) and "st.global.v4" in ptx
+
+
+def test_a_first_reading_compiles_the_row_of_longer_ones_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = tuning.DECODE_PAIR[128]
+    monkeypatch.setitem(tuning.DECODE_PAIR_LONG, 128, replace(row, block_n=2 * row.block_n))
+    noted: list[tuple[str, int]] = []
+    for name in ("launch", "compile_only"):
+        monkeypatch.setattr(
+            decode_pair, name,
+            lambda kernel, grid, args, constants, name=name: noted.append(
+                (name, constants["BLOCK_N"] // row.block_n)
+            ),
+        )  # fmt: skip
+    monkeypatch.setattr(decode_pair, "_READY", set())
+    for long in (1 << 62, 1):
+        monkeypatch.setattr(tuning, "LONG_TOKENS", long)
+        run_readings(monkeypatch, 128, 64, 8)
+    one, other = ("launch", 1), ("compile_only", 2)
+    assert noted == [other, one, other, one, ("launch", 2), ("launch", 2)]
 
 
 def test_lengths_are_not_specialised() -> None:
