@@ -15,17 +15,12 @@ from torch import Tensor
 
 from quantwm.cache.dispatch import kernels_in, ops_for
 
-PRIORITY = -1
-"""Of what runs beside the model: first. It is a chain of short launches that fill no GPU, and the
-model's large ones fill what it leaves; the other way round a chunk's end would wait for the chain.
-"""
-
 
 class Streams:
     """The stream that a model runs on, whatever it is when asked, and one beside it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._beside = torch.cuda.Stream(device, priority=PRIORITY)
+        self._beside = torch.cuda.Stream(device)
 
     def join(self) -> None:
         """What the model launches from here on comes after all that was launched beside it."""

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantwm.cache.beside import PRIORITY
 from quantwm.cache.capture import Captured, CudaCapture, Segment
 from quantwm.cache.dispatch import note_fallback
 
@@ -53,9 +52,8 @@ def recorder_for(device: torch.device) -> Recorder | None:
 
 @lru_cache(maxsize=8)
 def _stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """To capture on, for all that is replayed beside one stream: cuBLAS keeps memory for each. What
-    is captured keeps its priority."""
-    return torch.cuda.Stream(device, priority=PRIORITY)
+    """To capture on, for all that is replayed beside one stream: cuBLAS keeps memory for each."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
