@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     lanes = options.lanes.split(",")
     if BASELINE not in lanes:
         raise UserError(f"--lanes needs {BASELINE} to compare with, got {options.lanes}")
-    options.together = options.brief = options.offload = False
+    options.together = options.brief = options.offload = options.op_by_op = False
+    options.rounds = 0
     result = wan.run(options)
     parts = {row["lanes"][0]: _parts(row) for row in result["rows"]}
     return result | {

@@ -7,7 +7,7 @@ import gc
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--world", default="matrix_game2_universal", choices=ENTRIES)
     parser.add_argument("--lanes", default="bf16,qvg,quantwm", help="formats, one run each")
     parser.add_argument("--together", action="store_true", help="all lanes in lock-step instead")
+    parser.add_argument("--rounds", type=int, default=0, help="before that, lanes' chunks in turn")
     parser.add_argument("--latent", help="height,width of a latent frame, e.g. 90,160 for 720p")
     parser.add_argument("--frames", type=int, default=VIDEO_FRAMES, help="video frames to fill")
     parser.add_argument("--chunks", type=int, default=3, help="chunks timed after that")
@@ -68,7 +69,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     walked = Walked(world, _held(world), chunks - 1)
     equal = _graphs_equal(walked, names[0])
     groups = [names] if options.together else [[name] for name in names]
-    rows = []
+    rounds, rows = _rounds(walked, names, options.rounds), []
+    for name, ms in rounds.items():
+        print(f"{name} in turn: {ms} ms a chunk", file=sys.stderr, flush=True)
     for group in groups:
         together = 0 if options.alone else batch.BATCH_BYTES
         with (
@@ -88,6 +91,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": str(dtype),
         "hardware": hardware(device),
         "graphs_equal": equal,
+        "rounds_ms": rounds,
         "ok": equal is not False,
         "rows": rows,
     }
@@ -134,6 +138,32 @@ class Walked:
         )
         width, height = world.spec.video_size
         return StartState(latents, self._actions, np.zeros((1, height, width, 3), np.uint8))
+
+
+def _rounds(world: Walked, lanes: list[str], count: int) -> dict[str, float]:
+    """Median milliseconds a chunk, without the autoencoder, of one engine a lane, each stepped once
+    a round: what is to be compared meets the same host, whose speed changes from minute to minute.
+    """
+    action, times = _held(world), {name: [] for name in lanes if count}
+    with ExitStack() as stack:
+        engines = {}
+        for name in times:
+            engines[name] = stack.enter_context(
+                Engine(world, lanes_for(world.spec, [name]), seed=0)
+            )
+            stack.enter_context(patch.object(engines[name], "_decode", _no_picture))
+            engines[name].start()
+            for _ in range(2):
+                engines[name].step(action)
+        for _ in range(count):
+            for name, engine in engines.items():
+                times[name].append(_ms(engine.step(action), name))
+    return {name: round(statistics.median(found), 2) for name, found in times.items()}
+
+
+def _no_picture(lane: Any, latents: Any) -> np.ndarray:
+    """In place of an engine's decoding of what a chunk made."""
+    return np.zeros((1, 1, 1, 3), np.uint8)
 
 
 def _row(world: Walked, lanes: list[str], options: argparse.Namespace) -> dict[str, Any]:
@@ -216,6 +246,7 @@ def _split(engine: Engine, action: ChunkAction, world: Walked, chunks: int) -> d
     ]
     targets += [
         (Reading, "staged", "cache: decode history"),
+        (Reading, "decode_heads", "cache: decode history"),
         (cache_attention, "attention", "attention"),
         (wan_attention, "softmax_attention", "attention"),
         (KVCache, "finalize_chunk", "cache: commit"),
@@ -232,7 +263,7 @@ def _costliest(engine: Engine, action: ChunkAction, count: int) -> dict[str, tup
     if not count or not torch.cuda.is_available():
         return {}
     with (
-        patch.object(engine, "_decode", lambda lane, latents: np.zeros((1, 1, 1, 3), np.uint8)),
+        patch.object(engine, "_decode", _no_picture),
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
     ):
         engine.step(action)
@@ -272,6 +303,11 @@ def table(result: dict[str, Any]) -> str:
         f"{result['world']} {size}, random weights {result['weight_bytes'] / 2**30:.1f} GiB, "
         f"{result['dtype']}, {result['hardware']['device']}, CUDA graphs: "
         f"{graphs[result['graphs_equal']]}"
+    ]
+    first = next(iter(result["rounds_ms"].values()), 1.0)
+    lines += [
+        f"{name} in turn: {ms} ms a chunk without the autoencoder, {ms / first - 1:+.1%}"
+        for name, ms in result["rounds_ms"].items()
     ]
     for row in result["rows"]:
         lines += _lines(row)

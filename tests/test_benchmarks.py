@@ -143,8 +143,16 @@ def test_chunk_reads_each_lane_against_bf16(monkeypatch: pytest.MonkeyPatch) -> 
         return {"lanes": [lane], "ms_per_chunk": {lane: whole}, "split_ms": split}
 
     rows = [row("bf16", 100.0, 40.0, 0.0), row("qvg", 103.0, 41.0, 2.0)]
+    given = []
+    for benchmark in (chunk, chunk.wan):
+        parser = argparse.ArgumentParser()
+        benchmark.arguments(parser)
+        given.append(parser.parse_args([]))
+    options, wanted = given
+    options.lanes = "bf16,qvg"
     monkeypatch.setattr(chunk.wan, "run", lambda options: {"benchmark": "wan", "rows": rows})
-    result = chunk.run(argparse.Namespace(lanes="bf16,qvg"))
+    result = chunk.run(options)
+    assert vars(options).keys() >= vars(wanted).keys()  # `wan` finds every option of its own
     assert result["benchmark"] == "chunk"
     assert result["over_bf16"]["qvg"] == {"whole": 0.03, "attention_and_cache": 0.075}
     assert result["parts_ms"]["qvg"]["rest"] == 60.0
