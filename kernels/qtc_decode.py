@@ -1,10 +1,9 @@
 """Decode a range of a qtc span into the attention's buffer: one kernel from code words to RoPE.
 
 Floor, keys or values of 40 heads x 18,720 x 128 on an H200 that fills 3,357 GB/s and copies 4,219:
-192 MB written and 26 read, 63 us; the product with the basis, 18 GFLOP, is less. Reached (H200,
-2026-11-30, the build before, a program for 64 tokens and 22 instructions a value for keys, 16 for
-values): keys 0.171 ms, 37%; values 0.150 ms, 42%. Now 13.8 and 6.9 in a step and 1.3 before the
-first (preset medium, triton 3.6.0), words a step ahead; not timed yet.
+192 MB written and 25 read, 63 us; the product with the basis, 18 GFLOP, is less. Reached there
+(2026-11-30, triton 3.6.0): keys of `medium` 0.115 ms, 55%, of `small` 0.112, 55%, of `large` 0.124,
+53%; values of `small` 0.086, 71%, of `large` 0.097, 66%.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kernels.decode import Decoder
 from kernels.decode_tile import BACKWARDS
 from kernels.launch import PreparedLaunch
 from kernels.qtc_tile import Turning, cells, sine_cosine
-from kernels.qtc_words import levels_of_step, of_threads, part_words, words_of_step
+from kernels.qtc_words import levels_of_step, part_words, words_of_step
 
 
 @triton.jit(
@@ -72,13 +71,16 @@ def rows_qtc_kernel(
 
 @triton.jit
 def _operand(rows_ptr, K: tl.constexpr, D: tl.constexpr):
-    """Rows of a part, [K, D]."""
-    return tl.load(rows_ptr + tl.arange(0, K)[:, None] * D + tl.arange(0, D)[None, :])
+    """Rows of a part: their first 64 channels and their last, [K, 64] each."""
+    ptrs = rows_ptr + tl.arange(0, K)[:, None] * D + tl.arange(0, 64)[None, :]
+    first = tl.load(ptrs)
+    last = tl.load(ptrs + (D - 64)) if D > 64 else first
+    return first, last
 
 
 @triton.jit
 def _channel_pairs(product):
-    """Product [STEP, D] as even and odd channels: tiles of tokens in order, D / 32 times 16 pairs.
+    """Product [STEP, 64] as even and odd channels: tiles of tokens in order, twice 16 pairs.
 
     What is a thread's are 8 neighbouring channels of tokens STEP / 2 apart.
     """
@@ -103,20 +105,21 @@ def _along_channels(x):
 
 
 @triton.jit
-def _numbers(D: tl.constexpr, SIZE: tl.constexpr):
-    """Of all channels or pairs of a tile, SIZE of them in each of its D / 32 parts."""
-    return tl.arange(0, D // 32)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+def _numbers(FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """Of the 64 channels from FIRST on, or their pairs: SIZE of them in each of two parts."""
+    return FIRST * SIZE // 32 + tl.arange(0, 2)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
 def _stored(
     product, out_ptr, stride_n, gain, mean_ptr, frame, row, column, phases_ptr, valid,
-    D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr, ROW: tl.constexpr, FAST: tl.constexpr,
+    FIRST: tl.constexpr, D: tl.constexpr, TURN: tl.constexpr, TIME: tl.constexpr,
+    ROW: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Gain, mean and RoPE put to the product, and the tokens stored."""
+    """Gain, mean and RoPE put to the product, tokens' channels from FIRST on, which are stored."""
     even, odd = _channel_pairs(product)
     gain = _along_rows(gain)
-    pair = _numbers(D, 16)
+    pair = _numbers(FIRST, 16)
     even = even * gain + _along_channels(tl.load(mean_ptr + pair))
     odd = odd * gain + _along_channels(tl.load(mean_ptr + D // 2 + pair))
     if TURN:
@@ -131,15 +134,24 @@ def _stored(
         even = turned
     tile = tl.reshape(tl.join(even, odd), (even.shape[0], even.shape[1], 32))
     token = _along_rows(tl.arange(0, product.shape[0]) * stride_n)
-    ptrs = out_ptr + token + _along_channels(_numbers(D, 32))
+    ptrs = out_ptr + token + _along_channels(_numbers(FIRST, 32))
     tl.store(ptrs, tile.to(out_ptr.dtype.element_ty), mask=_along_rows(valid))
 
 
 @triton.jit
-def _chunk_from(chunk_stops_ptr, chunk, token, n_chunks):
-    """The chunk of a token from `chunk` on, and where it stops."""
-    chunk = tl.cast(chunk, tl.int32)
-    chunk_stop = tl.load(chunk_stops_ptr + chunk)
+def _fetch(ptr, first, stop, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """TOKENS of SIZE bytes from `first` on, as far as they are before `stop`, into the L2 cache."""
+    line = tl.arange(0, triton.next_power_of_2((TOKENS * SIZE + 127) // 128))
+    at = tl.minimum(first.to(tl.int64) * SIZE + line * 128, stop.to(tl.int64) * SIZE - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64) + at], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _chunk_from(chunk_stops_ptr, chunk, chunk_stop, token, n_chunks):
+    """The chunk of a token from `chunk` on, which stops at `chunk_stop`, and where it stops."""
     while (chunk_stop <= token) & (chunk < n_chunks - 1):
         chunk += 1
         chunk_stop = tl.load(chunk_stops_ptr + chunk)
@@ -169,7 +181,9 @@ def decode_qtc_kernel(
     """R_p (mean + gain * levels @ rows), rounded once. Grid (token blocks, heads).
 
     rows_ptr, means_ptr: what `rows_qtc_kernel` made. A program goes through its BLOCK_N tokens in
-    steps that end where a chunk ends; a step's words are loaded a step ahead.
+    steps that end where a chunk ends, and through a step's channels in halves. The next step's
+    words are loaded behind the first half: beside the look-ups, whose scoreboard they then shared,
+    every product waited for them too (keys of `medium` 0.135 ms, now 0.115).
     """
     to_head = tl.program_id(1).to(tl.int64)
     head = first_head + to_head
@@ -188,74 +202,64 @@ def decode_qtc_kernel(
     means_ptr += head * n_chunks * D
     codes_ptr += head * n_tokens * WORDS
     gains_ptr += head * n_tokens
+    at = start + tl.program_id(0) * BLOCK_N
+    if FAST:  # no inline assembly in the interpreter
+        _fetch(codes_ptr, at, stop, BLOCK_N, 2 * WORDS)
+        _fetch(gains_ptr, at, stop, BLOCK_N, 1)
+    last = tl.minimum(stop, at + BLOCK_N)
+    rows = tl.arange(0, STEP)
+    chunk = tl.cast(0, tl.int32)
+    chunk_stop = tl.load(chunk_stops_ptr)
+    part, widest = part_words(widths_ptr + owner * NB, pairs_ptr, 0, SHARE, NB)
+    # Before it is known where the chunk ends: what is behind is not stored.
+    there = rows < last - at
+    from_ptr = codes_ptr + at.to(tl.int64) * WORDS
+    words = words_of_step(from_ptr, rows, there, part, WORDS, MOST)
+    if LATER:
+        part_b, widest_b = part_words(
+            widths_ptr + owner * NB, pairs_ptr, BLOCKS, LATER_SHARE, NB
+        )  # fmt: skip
+        words_b = words_of_step(from_ptr, rows, there, part_b, WORDS, LATER_MOST)
     operand = _operand(rows_ptr, K, D)
-    block, width, odd, first, second, third = part_words(
-        widths_ptr + owner * NB, 0, SHARE, NB
-    )  # fmt: skip
-    pairs = pairs_ptr + of_threads(((1 << (2 * width)) - 1) // 3)
-    widest = tl.max(width, axis=0)
-    has = width % 2 == 1
     if LATER:
         operand_b = _operand(rows_ptr + K * D, 16 * LATER, D)
-        block_b, width_b, odd_b, first, second, third = part_words(
-            widths_ptr + owner * NB, BLOCKS, LATER_SHARE, NB
-        )  # fmt: skip
-        pairs_b = pairs_ptr + of_threads(((1 << (2 * width_b)) - 1) // 3)
-        widest_b = tl.max(width_b, axis=0)
-        has_b = width_b % 2 == 1
-    rows = tl.arange(0, STEP)
-    at = start + tl.program_id(0) * BLOCK_N
-    last = tl.minimum(stop, at + BLOCK_N)
-    chunk, chunk_stop = _chunk_from(chunk_stops_ptr, 0, at, n_chunks)
+    chunk, chunk_stop = _chunk_from(chunk_stops_ptr, chunk, chunk_stop, at, n_chunks)
     end = tl.minimum(tl.minimum(at + STEP, chunk_stop), last)
-    there = rows < end - at
-    from_ptr = codes_ptr + at.to(tl.int64) * WORDS
-    word0, word1, word2, bits = words_of_step(
-        from_ptr, rows, there, block, first, second, third, odd, has, WORDS, MOST
-    )  # fmt: skip
-    if LATER:
-        word0_b, word1_b, word2_b, bits_b = words_of_step(
-            from_ptr, rows, there, block_b, first, second, third, odd_b, has_b, WORDS, LATER_MOST,
-        )  # fmt: skip
     while at < last:
         valid = rows < end - at
         code = tl.load(gains_ptr + at + rows, mask=valid, other=0)
-        gain = tl.load(gain_table_ptr + code.to(tl.int32))
-        levels = levels_of_step(
-            word0, word1, word2, bits, width, pairs, widest, SHARE, MOST, DOT_DTYPE
-        )  # fmt: skip
-        if LATER:
-            levels_b = levels_of_step(
-                word0_b, word1_b, word2_b, bits_b, width_b, pairs_b, widest_b, LATER_SHARE,
-                LATER_MOST, DOT_DTYPE,
-            )  # fmt: skip
-        this_chunk = chunk
-        chunk, chunk_stop = _chunk_from(chunk_stops_ptr, chunk, end, n_chunks)
+        mean_ptr = means_ptr + chunk * D
+        chunk, chunk_stop = _chunk_from(chunk_stops_ptr, chunk, chunk_stop, end, n_chunks)
         after = tl.minimum(tl.minimum(end + STEP, chunk_stop), last)
         there = rows < after - end
-        from_ptr = codes_ptr + end.to(tl.int64) * WORDS
-        word0, word1, word2, bits = words_of_step(
-            from_ptr, rows, there, block, first, second, third, odd, has, WORDS, MOST
-        )  # fmt: skip
+        levels = levels_of_step(words, part, widest, SHARE, MOST, DOT_DTYPE)
         if LATER:
-            word0_b, word1_b, word2_b, bits_b = words_of_step(
-                from_ptr, rows, there, block_b, first, second, third, odd_b, has_b, WORDS,
-                LATER_MOST,
-            )  # fmt: skip
+            levels_b = tl.zeros((STEP, 16 * LATER), DOT_DTYPE)
+            if widest_b > 0:
+                levels_b = levels_of_step(
+                    words_b, part_b, widest_b, LATER_SHARE, LATER_MOST, DOT_DTYPE
+                )  # fmt: skip
         frame, row, column = at, at, at
         if TURN:
             frame, row, column = cells(
                 places_ptr, first_place, 1, at + rows, valid, GRID_ROWS, GRID_COLUMNS, LISTED
             )  # fmt: skip
         to = out_ptr + (at - start + offset).to(tl.int64) * out_stride_n
-        mean_ptr = means_ptr + this_chunk * D
-        product = tl.dot(levels, operand, input_precision="ieee")
-        if LATER:
-            product = tl.dot(levels_b, operand_b, product, input_precision="ieee")
-        _stored(
-            product, to, out_stride_n, gain, mean_ptr, frame, row, column, phases_ptr, valid, D,
-            TURN, TIME, ROW, FAST,
-        )  # fmt: skip
+        for HALF in tl.static_range(D // 64):
+            product = tl.dot(levels, operand[HALF], input_precision="ieee")
+            if LATER:
+                product = tl.dot(levels_b, operand_b[HALF], product, input_precision="ieee")
+            if HALF == 0:
+                gain = tl.load(gain_table_ptr + code.to(tl.int32))
+            _stored(
+                product, to, out_stride_n, gain, mean_ptr, frame, row, column, phases_ptr, valid,
+                64 * HALF, D, TURN, TIME, ROW, FAST,
+            )  # fmt: skip
+            if HALF == 0:
+                from_ptr = codes_ptr + end.to(tl.int64) * WORDS
+                words = words_of_step(from_ptr, rows, there, part, WORDS, MOST)
+                if LATER:
+                    words_b = words_of_step(from_ptr, rows, there, part_b, WORDS, LATER_MOST)
         at = end
         end = after
 

@@ -14,10 +14,13 @@ from kernels.decode_tile import BACKWARDS
 
 
 @triton.jit
-def part_words(widths_ptr, FIRST: tl.constexpr, SHARE: tl.constexpr, NB: tl.constexpr):
+def part_words(
+    widths_ptr, pairs_ptr, FIRST: tl.constexpr, SHARE: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
     """Of 4 / SHARE blocks from FIRST on of one head, for four threads of which SHARE have a block
-    together: the blocks, their widths, where their odd bits lie in words of 16, int32 [4] each; and
-    how many blocks of the head have digit 0, 1 and 2.
+    together: the part, which is the blocks, their widths, where their odd bits lie in words of 16,
+    int32 [4] each, how many blocks of the head have digit 0, 1 and 2, and where the blocks' pairs
+    of levels begin; and the largest of the widths.
     """
     every = tl.arange(0, 8)
     all_widths = tl.load(widths_ptr + every, mask=every < NB, other=0).to(tl.int32)
@@ -31,7 +34,9 @@ def part_words(widths_ptr, FIRST: tl.constexpr, SHARE: tl.constexpr, NB: tl.cons
     odd = 2 * (first + second + third) + tl.sum(before.to(tl.int32), axis=1)
     # Widths end at 6: `nothing` is 0, but hides that these words follow each other. Known to, they
     # are loaded in another layout than the look-ups, and all pairs then pass through shared memory.
-    return block + (width >> 3), width, odd, first, second, third
+    pairs = pairs_ptr + of_threads(((1 << (2 * width)) - 1) // 3)
+    widest = tl.max(width, axis=0)
+    return (block + (width >> 3), width, odd, first, second, third, pairs), widest
 
 
 @triton.jit
@@ -48,16 +53,15 @@ def of_threads(x):
 
 @triton.jit
 def words_of_step(
-    codes_ptr, at, valid, block, first, second, third, odd, has, WORDS: tl.constexpr,
-    MOST: tl.constexpr,
+    codes_ptr, at, valid, part, WORDS: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """A step's code words of one part, digits 0, 1, 2 and the odd bits: [STEP, 4] or [4, STEP]
     (decode_tile.py), int32 but for the last.
 
-    at: tokens, valid: which of them; block: of the four threads of a row; first, second, third:
-    blocks that have digits 0, 1, 2; odd, has: where the odd bits lie, and whether there are some;
-    MOST: bits that a code of the part can have.
+    at: tokens, valid: which of them; part: what `part_words` gave; MOST: bits that a code of the
+    part can have.
     """
+    block, width, odd, first, second, third, _ = part
     rows = _of_tokens(valid)
     words_ptr = codes_ptr.to(tl.pointer_type(tl.int32)) + _of_tokens(at * (WORDS // 2))
     words_ptr += of_threads(block)
@@ -71,7 +75,7 @@ def words_of_step(
         held = rows & of_threads(block < third)
         word2 = tl.load(words_ptr + (first + second), mask=held, other=0)
     bits = tl.load(codes_ptr + _of_tokens(at * WORDS) + of_threads(odd),
-                   mask=rows & of_threads(has), other=0)  # fmt: skip
+                   mask=rows & of_threads(width % 2 == 1), other=0)  # fmt: skip
     return word0, word1, word2, bits
 
 
@@ -111,17 +115,17 @@ def _pairs(pairs, even, odd, top, SHARE: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit
 def levels_of_step(
-    word0, word1, word2, bits, width, pairs, widest, SHARE: tl.constexpr,
-    MOST: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    words, part, widest, SHARE: tl.constexpr, MOST: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Levels of a step's tokens in one part as the left operand, [STEP, 64 / SHARE].
 
-    Words of `words_of_step`; width: of the block of each of a row's four threads, pairs: where its
-    pairs of levels begin; widest: of the part.
+    words: of `words_of_step`; part, widest: of `part_words`.
     A pair's code is the nibbles digit 0, digit 1, digit 2; the odd bits, spread to two of each
     nibble, are the nibble behind the digits that there are.
     Rows and columns are put where a tensor core wants what a thread has: nothing is moved.
     """
+    word0, word1, word2, bits = words
+    _, width, _, _, _, _, pairs = part
     STEP: tl.constexpr = word0.shape[0] * word0.shape[1] // 4
     bits = bits.to(tl.int32) & 0xFFFF
     bits = (bits | (bits << 8)) & 0x00FF00FF

@@ -125,27 +125,29 @@ def test_decoding_is_the_reference_s_to_rounding(
     assert bool((error <= 0.004 * found[0].norm(dim=-1) + 1e-4).all())
 
 
-@pytest.mark.parametrize("rows", [0.375, 0.875])
-def test_chunks_of_any_length_in_one_launch(monkeypatch: pytest.MonkeyPatch, rows: float) -> None:
+@pytest.mark.parametrize(("dim", "rows"), [(128, 0.375), (128, 0.875), (64, 0.5)])
+def test_chunks_of_any_length_in_one_launch(
+    monkeypatch: pytest.MonkeyPatch, dim: int, rows: float
+) -> None:
     """Borders inside a program's tokens and steps, more tokens than a program has, and tails."""
-    case, span, first = Case(2, 341, 128, 1.5, rows), None, 0
+    case, span, first = Case(2, 341, dim, 1.5, rows), None, 0
     with_kernels(monkeypatch, False)
     for tokens in (1, 15, 17, 64, 128, 2, 114):
         positions = TokenPositions(10 + first, tokens)
         x = case.x[:, first : first + tokens]
-        guide = _guide(case, LAYOUTS[128], positions)
+        guide = _guide(case, LAYOUTS[dim], positions)
         chunk = case.format.encode(x.contiguous(), None, "keys", guide)
         span = chunk if span is None else QtcFormat().join(span, chunk)
         first += tokens
-    plain = torch.zeros(2, first, 128)
+    plain = torch.zeros(2, first, dim)
     span.decode(plain, 0, 0, first)
     with_kernels(monkeypatch, True)
-    own, out = replace(span), torch.zeros(2, first, 128)
+    own, out = replace(span), torch.zeros(2, first, dim)
     own.decode(out, 0, 0, first)
     error = (out - plain).norm(dim=-1)
     assert bool((error <= 0.004 * plain.norm(dim=-1) + 1e-4).all())
     for start, stop in ((0, 1), (1, 16), (15, 17), (16, 33), (97, 341), (225, 228)):
-        part = torch.full((2, stop - start + 2, 128), 7.0)
+        part = torch.full((2, stop - start + 2, dim), 7.0)
         own.decode(part, 1, start, stop)
         torch.testing.assert_close(part[:, 1:-1], out[:, start:stop])
         assert bool((part[:, [0, -1]] == 7).all())
