@@ -14,7 +14,7 @@ DECODE = {
     128: Launch(256, 0, 4, 1, TIMED + "18,720 tokens: keys 0.115 ms, values 0.097 (large)", 168),
 }
 """Tokens of a program, gone through in steps of 16 a warp; 168 registers let three programs of four
-warps share a multiprocessor; Triton 3.9 spills 8 bytes of some keys (`small`, `large`), 3.6 none. 128
+warps share a multiprocessor; Triton 3.6 spills nothing then, 3.9 in some spans 8 bytes of keys. 128
 let four, keys in 0.109 ms, but spill: 32 bytes of keys by 3.9, 8 of values by 3.6."""
 ENCODE = {
     64: Launch(32, 0, 4, 1, COMPILED),

@@ -103,6 +103,10 @@ def test_blocks_wait_for_little(launches: list[Launched]) -> None:
     # Besides the operand nothing is in shared memory: levels go from look-ups into the product and
     # tokens from there to where they are stored.
     assert compiled["decode_qtc_kernel"][0].metadata.shared == 96 * 128 * 2
+    # The next step's odd bits, what alone is loaded in 16, come behind a product: before one it
+    # waits for them.
+    ptx = compiled["decode_qtc_kernel"][0].asm["ptx"]
+    assert ptx.index("wgmma.mma") < ptx.rindex("ld.global.b16") < ptx.rindex("wgmma.mma")
 
 
 def test_no_row_encodes_64_tokens_at_once() -> None:
