@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.agreement import Case, make_case, relative_error, require
-from kernels import fused
+from kernels import fused, fused_hopper
 from kernels.format import Side
 from quantwm.cache import reference
 
@@ -85,8 +85,9 @@ def agree_fused(
     for place, (name, pair) in enumerate(pairs.items()):
         # In the interpreter, which is slow, each kind has two ranges, the next kind one of these.
         for span in sorted(set(ranges if bf16 else ranges[place : place + 2])):
-            _agree(f"{name} {span}", q, [(*pair, *span)], bound)
-    _agree("all", q, [(*p, *span) for p, span in zip(pairs.values(), ranges, strict=True)], bound)
+            _agree_both(f"{name} {span}", q, [(*pair, *span)], bound)
+    every = [(*p, *span) for p, span in zip(pairs.values(), ranges, strict=True)]
+    _agree_both("all", q, every, bound)
     keys, values = (pairs["plain"][side][1].to(q.dtype) for side in (0, 1))
     scored = fused.attend_int8(q, keys, values, head_dim**-0.5)
     error = relative_error(scored, staged(q, keys.float(), values.float()))
@@ -97,6 +98,16 @@ def _widened(case: Case) -> Case:
     return Case(
         case.x.float(), case.centroids, case.weights, case.basis, case.eigenvalues, case.group_size
     )
+
+
+def _agree_both(
+    name: str, q: Tensor, segments: list[tuple[Encoded, Encoded, int, int]], bound: float
+) -> None:
+    """By kernels.flash_hopper too, where it runs."""
+    with fused_hopper.switched_off():
+        _agree(name, q, segments, bound)
+    if fused_hopper.unsupported(q) is None:
+        _agree(f"{name}, flash_hopper", q, segments, bound)
 
 
 def _agree(

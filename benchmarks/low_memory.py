@@ -16,7 +16,7 @@ from benchmarks.agreement import relative_error
 from benchmarks.attention import FUSED_BOUND
 from benchmarks.histories import LayerHistory, clustered
 from benchmarks.timing import device_named, hardware, measure
-from kernels import fused, tuning
+from kernels import fused, fused_hopper, tuning
 from kernels.format import Side
 from quantwm.cache import explain
 
@@ -31,7 +31,8 @@ ROWS = (
     (32, 128, 4, 1, 0), (32, 128, 8, 1, 128), (128, 128, 8, 1, 0), (64, 64, 4, 1, 168),
     (64, 256, 16, 1, 0),
 )  # fmt: skip
-"""Tokens and queries of a program, warps, stages, registers (0: any), as in `kernels/tuning.py`."""
+"""Tokens and queries of a program, warps, stages, registers (0: any), as in `kernels/tuning.py`: of
+flash_kernel. An empty row is kernels.flash_hopper, where it runs."""
 
 WITH_PSAC = 3  # rows, the fastest over QVG's format, that are timed over quantwm's too
 
@@ -63,7 +64,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ).median
     print(f"own Triton, BF16: {bf16:.3f} ms", flush=True)
     rows: list[dict[str, Any]] = []
-    launch_rows = ROWS
+    hopper = () if fused_hopper.unsupported(given[0]) else ((),)
+    launch_rows: tuple[tuple[int, ...], ...] = hopper + ROWS
     for method in ("qvg", "quantwm"):
         history = LayerHistory.prefilled(method, keys, values, options.queries)
         staged = history.attend(given[0], *own)
@@ -121,7 +123,8 @@ def _fused(
     other = history.with_workspace(mode="fused")
     for launch_row in launch_rows:
         row: dict[str, Any] = {
-            "method": method, "how": f"fused {list(launch_row)}", "row": launch_row, "ok": True,
+            "method": method, "how": f"fused {list(launch_row) or 'flash_hopper'}",
+            "row": launch_row, "ok": True,
         }  # fmt: skip
         with _trying(launch_row, options.head_dim):
             try:
@@ -139,12 +142,16 @@ def _fused(
 
 @contextmanager
 def _trying(launch_row: tuple[int, ...], head_dim: int) -> Iterator[None]:
+    if not launch_row:
+        yield
+        return
     shipped = tuning.FLASH_PACKED[head_dim]
     block_n, block_m, warps, stages, registers = launch_row
     tried = tuning.Launch(block_n, block_m, warps, stages, "being tried", registers)
     tuning.FLASH_PACKED[head_dim] = tried
     try:
-        yield
+        with fused_hopper.switched_off():
+            yield
     finally:
         tuning.FLASH_PACKED[head_dim] = shipped
 

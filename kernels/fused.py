@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise
 
 import torch
 import triton
 from torch import Tensor
 
-from kernels import checks, tuning
+from kernels import checks, fused_hopper, tuning
 from kernels.flash import flash_kernel, quantize_rows_kernel
 from kernels.format import FUSED_HEAD_DIMS, Side
+from kernels.fused_hopper import Kind, Piece
 from kernels.launch import launch
 
 LOG2_E = 1.4426950408889634
@@ -22,8 +23,8 @@ CHAINED = False
 """PSAC's product goes on in the scores' accumulators, instead of being added to them."""
 KINDS = {"plain": PLAIN, "ternary": 1, "affine": 2}
 
-Piece = tuple[Side, Side, int, int, int]
-"""Keys and values of a segment, the tokens of one chunk of it, and that chunk's number."""
+Run = tuple[Kind | None, list[Piece]]
+"""Pieces that one launch takes, and their kind; one piece for flash_kernel, without a kind."""
 
 
 def unsupported_queries(q: Tensor) -> str | None:
@@ -39,16 +40,17 @@ def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: flo
     """Softmax attention of q [H, Nq, D] over segments of keys and values -> [H, Nq, D].
 
     segments: (keys, values, start, stop): tokens [start, stop) of both are attended. scale: of
-    the scores. One launch a segment and chunk of it. ValueError on anything else.
+    the scores. One launch a segment and chunk of it, or for several by kernels.flash_hopper.
+    ValueError on anything else.
     """
-    shown = [piece for segment in segments for piece in _pieces(*segment)]
+    shown = _runs(q, (piece for segment in segments for piece in _pieces(*segment)))
     if not shown:
         raise ValueError("attention needs at least one token")
     for keys, values, _, stop in segments:
         _check(keys, q, stop), _check(values, q, stop)
     running = Running(q, scale, len(shown) > 1)
-    for number, piece in enumerate(shown):
-        running.launch(piece, number == len(shown) - 1)
+    for number, run in enumerate(shown):
+        running.launch(run, number == len(shown) - 1)
     return running.out
 
 
@@ -83,16 +85,21 @@ class Running:
     def add(self, keys: Side, values: Side, start: int, stop: int, last: bool) -> None:
         """Attend to tokens start .. stop - 1 of a segment; `out` is there after the last."""
         _check(keys, self._q, stop), _check(values, self._q, stop)
-        pieces = list(_pieces(keys, values, start, stop))
-        if last and not pieces:
+        runs = _runs(self._q, _pieces(keys, values, start, stop))
+        if last and not runs:
             raise ValueError("the last segment needs at least one token")
-        for number, piece in enumerate(pieces):
-            self.launch(piece, last and number == len(pieces) - 1)
+        for number, run in enumerate(runs):
+            self.launch(run, last and number == len(runs) - 1)
 
-    def launch(self, piece: Piece, last: bool) -> None:
-        keys, values, start, stop, chunk = piece
+    def launch(self, run: Run, last: bool) -> None:
+        kind, pieces = run
         flags = (int(self._first), int(last))
         self._first = False
+        if kind is not None:
+            fused_hopper.launch_rows(self._q, self.out, self._state, kind, pieces, flags,
+                                     float(self._scale) * LOG2_E)  # fmt: skip
+            return
+        keys, values, start, stop, chunk = pieces[0]
         _launch(self._q, None, self.out, self._state, keys, values, (start, stop), chunk, flags,
                 self._scale)  # fmt: skip
 
@@ -105,6 +112,17 @@ def _pieces(keys: Side, values: Side, start: int, stop: int) -> Iterator[Piece]:
     for chunk, (first, last) in enumerate(pairwise((0, *stops))):
         if max(first, start) < min(last, stop):
             yield keys, values, max(first, start), min(last, stop), chunk
+
+
+def _runs(q: Tensor, pieces: Iterable[Piece]) -> list[Run]:
+    """The same pieces, in order, by the launches that take them."""
+    if fused_hopper.unsupported(q):
+        return [(None, [piece]) for piece in pieces]
+    runs: list[Run] = []
+    for kind, group in groupby(pieces, fused_hopper.kind_of):
+        alike = list(group)
+        runs += [(None, [piece]) for piece in alike] if kind is None else [(kind, alike)]
+    return runs
 
 
 def attend_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

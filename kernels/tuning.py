@@ -29,6 +29,7 @@ TIMED = "2026-11-29, H200 shared with a training, 40 x 4,680 x 128, 256 centroid
 ALONE = "2026-11-29, H200, 40 x 4,680 x 128, 256 centroids: "
 BOTH = "2026-11-30, H200, 40 heads x 128, 256 centroids, at 4,680 and 18,720 tokens: "
 
+PAIR = "2026-11-30, H200, 40 heads x 128, rank 8: "
 LONG = "2026-11-30, H200, 40 heads, 4,680 queries over 28,080 tokens: "
 
 PREPARE = {
@@ -89,17 +90,17 @@ DECODE_PSAC = {
 """Here block_k are channels of a pass, of 16 tokens a step of one warp."""
 DECODE_PAIR = {
     64: Launch(64, 8, 1, 1, COMPILED),
-    128: Launch(64, 8, 1, 1, COMPILED),
+    128: Launch(64, 8, 1, 1, PAIR + "4,680 tokens 0.0468 ms; 96, 16 0.0484; two launches 0.0516"),
     256: Launch(64, 4, 1, 1, COMPILED),
 }
 """Of keys with PSAC and values by one launch: block_k are tokens of a step of values, and channels
 of a pass of keys are DECODE_PSAC's. Keys leave 12 programs to a multiprocessor, so values take
 longer steps than alone."""
-DECODE_PAIR_LONG = dict(DECODE_PAIR)
+DECODE_PAIR_LONG = DECODE_PAIR | {
+    128: Launch(96, 16, 1, 1, PAIR + "18,720 tokens 0.1510 ms; 64, 8 0.1535; two launches 0.1565"),
+}
 LONG_TOKENS = 16384
-"""Of keys and values together, from which on a launch takes DECODE_PAIR_LONG: alone, keys in blocks of 96 took
-0.0861 ms for 0.0882 at 18,720 tokens, values in blocks of 64 for 32 0.0675 for 0.0685, and at 4,680
-both took longer."""
+"""Of keys and values together, from which on a launch takes DECODE_PAIR_LONG."""
 COPY = {
     64: Launch(64, 0, 4, 1, COMPILED),
     128: Launch(32, 0, 4, 1, COMPILED),
@@ -148,6 +149,10 @@ FLASH_PACKED = {
 """One stage: a gathered centroid is loaded through the multiprocessor's cache, in which a head's 64
 KB of them stay; an asynchronous copy of it goes past that cache. Of qvg alone 64, 128, 4 warps take
 11.7 ms, with 504 bytes of a thread on the stack; of quantwm 18.1."""
+FLASH_HOPPER = {
+    "BLOCK_N": 64, "STAGES": 2, "CONSUMER_REGS": 152, "PRODUCER_REGS": 104, "num_warps": 4,
+}  # fmt: skip
+"""Registers of a thread: 128 threads of each of two consumers and two producers take all 65,536."""
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 3, COMPILED),
