@@ -36,6 +36,11 @@ def unsupported_queries(q: Tensor) -> str | None:
     return None
 
 
+def not_by_hopper(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]]) -> str | None:
+    """Why flash_kernel takes packed segments for these queries; None where it does not."""
+    return fused_hopper.unsupported(q, (keys for keys, *_ in segments))
+
+
 def fused(q: Tensor, segments: Sequence[tuple[Side, Side, int, int]], scale: float) -> Tensor:
     """Softmax attention of q [H, Nq, D] over segments of keys and values -> [H, Nq, D].
 

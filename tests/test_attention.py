@@ -139,6 +139,9 @@ def test_what_goes_to_the_fused_kernel(
         def unsupported_queries(self, q: Tensor) -> None:
             return None
 
+        def not_by_hopper(self, q: Tensor, segments: list[fused.Shown]) -> str:
+            return "it is 1999"
+
         def fused(self, q: Tensor, segments: list[fused.Shown], scale: float) -> Tensor:
             seen.extend(side.kind for keys, values, *_ in segments for side in (keys, values))
             return q
@@ -146,6 +149,7 @@ def test_what_goes_to_the_fused_kernel(
     monkeypatch.setattr(fused, "fused_kernel", lambda device: Kernel())
     filled(method, Workspace(mode="fused")).attend(0, *queries())
     assert set(seen) == {kind, "plain"} and seen[-2:] == ["plain"] * 2
+    assert "fused attention by flash_kernel: it is 1999" in dispatch.explain("cpu")
 
 
 def test_slabs_are_few_and_equal() -> None:

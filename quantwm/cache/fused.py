@@ -36,9 +36,8 @@ def low_memory_attention(
     if workspace.mode == "fused":
         segments = _segments(reading, q)
         if not isinstance(segments, str):
-            keys = (segment[0] for segment in segments)
-            if slower := kernel.fused_hopper.unsupported(q, keys):
-                note_fallback(f"fused attention by flash_kernel: {slower}")
+            if reason := kernel.not_by_hopper(q, segments):
+                note_fallback(f"fused attention by flash_kernel: {reason}")
             return kernel.fused(q, segments, scale)
         note_fallback(
             f"attention goes in slabs of at most {workspace.slab_bytes:,} bytes where it was to be "

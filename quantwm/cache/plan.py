@@ -19,8 +19,6 @@ from quantwm.cache.unrotation import wants_unrotated
 from quantwm.cache.workload import Workload, companion_loads
 
 ROLES: tuple[Role, Role] = ("keys", "values")
-CUBLAS_BYTES = 32 << 20
-"""What cuBLAS keeps on Hopper for every stream that multiplies, by PyTorch's default."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class MethodPlan:
             are encoded one by one, and queries in FP32 where their moment is wanted of such. What
             kernels take beside one is small and not in it.
         peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
-            when the clean passes are done, but what they packed is held by then. In BF16 also what
-            cuBLAS keeps for a stream of the cache's own.
+            when the clean passes are done, but what they packed is held by then. On a GPU also
+            what cuBLAS keeps for a stream of the cache's own.
     """
 
     method: str
@@ -107,6 +105,7 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     scratch += together
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
+    passing = max(rebuilding, transient) + _library_bytes(fmt, load, not together)
     return MethodPlan(
         method=name,
         ratio=load.compressed_tokens * bf16 / packed if packed else None,
@@ -118,11 +117,7 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         scratch_bytes=scratch,
         pending_bytes=packing + rebuilding,
         transient_bytes=transient,
-        peak_bytes=total
-        + scratch
-        + packing
-        + max(rebuilding, transient)
-        + _library_bytes(fmt, load, not together),
+        peak_bytes=total + scratch + packing + passing,
     )
 
 
@@ -234,8 +229,7 @@ def _library_bytes(fmt: Format[Any], load: Workload, alone: bool) -> int:
     """Moments of queries are products beside the model where layers are encoded one by one, and
     bases are learnt on a stream of their own."""
     own = isinstance(fmt, Learns) or (fmt.uses_queries and fmt.compresses and alone)
-    beside = load.scratch_itemsize == 2 and load.current_tokens > 0
-    return CUBLAS_BYTES if own and beside else 0
+    return load.library_bytes if own and load.current_tokens else 0
 
 
 class LaneLike(Protocol):

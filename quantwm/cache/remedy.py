@@ -75,7 +75,8 @@ def remedy(cache: Any, free: int | None = None) -> str:
     tokens = None if cache.policy.window_frames else max(cache.tokens, cache.spec.tokens_per_chunk)
 
     def planned(fmt: Format[Any], policy: CachePolicy) -> Plan:
-        return Plan(((fmt.name, fmt, Workload.of_policy(cache.spec, policy, tokens, itemsize)),))
+        load = Workload.of_policy(cache.spec, policy, tokens, itemsize, cache.device.type == "cuda")
+        return Plan(((fmt.name, fmt, load),))
 
     now = planned(cache.fmt, cache.policy)
     room = now.peak_bytes - 1 if free is None else min(held + free, now.peak_bytes - 1)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.errors import UserError
 
+CUBLAS_BYTES = 32 << 20
+"""What cuBLAS keeps on Hopper for every stream that multiplies, by PyTorch's default."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -22,6 +25,7 @@ class Workload:
         scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
         windowed: whether a window slides over the history; it may then cut one span more.
         companions: BF16 streams of another geometry, cached beside these frame by frame.
+        library_bytes: what cuBLAS keeps for a stream of the cache's own.
     """
 
     layers: int
@@ -36,6 +40,7 @@ class Workload:
     scratch_itemsize: int = 2
     windowed: bool = False
     companions: tuple[Workload, ...] = ()
+    library_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "span_tokens"):
@@ -49,12 +54,13 @@ class Workload:
 
     @classmethod
     def of_policy(
-        cls, spec: CacheSpec, policy: CachePolicy, tokens: int | None = None, itemsize: int = 2
-    ) -> Workload:
+        cls, spec: CacheSpec, policy: CachePolicy, tokens: int | None = None, itemsize: int = 2,
+        on_gpu: bool | None = None,
+    ) -> Workload:  # fmt: skip
         """What a KVCache holds when its window is full, between two chunks.
 
         tokens: of history; without it the window's or, with no window either, one codebook span
-        beside what policy keeps in BF16.
+        beside what policy keeps in BF16. on_gpu: as itemsize says without, 2 on a GPU.
         """
         chunk, sink = spec.tokens_per_chunk, policy.sink_frames * spec.tokens_per_frame
         sink = 0 if policy.compress_sink else sink
@@ -84,6 +90,7 @@ class Workload:
                 itemsize=itemsize,
                 windowed=policy.window_frames is not None,
             ),
+            library_bytes=CUBLAS_BYTES if (itemsize == 2 if on_gpu is None else on_gpu) else 0,
         )
 
     def shortened(self, tokens: int) -> Workload:
