@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 CHOICES = ("auto", "reference", "triton")
 AttentionMode = Literal["staged", "slabs", "fused"]
 Parts = list[tuple[Decode, int, int, int]]  # and offset, start, stop
+Pair = tuple[Tensor, Tensor]
 
 
 class Ops(GroupOps, Protocol):
@@ -94,9 +95,7 @@ class Ops(GroupOps, Protocol):
         """k and v [H, N, D] to k_out[:, offset : offset + N] and v_out[...], in their type."""
         ...
 
-    def decode_spans(
-        self, sides: tuple[Parts, Parts], outs: tuple[Tensor, Tensor], first_head: int = 0
-    ) -> int:
+    def decode_spans(self, sides: tuple[Parts, Parts], outs: Pair, first_head: int = 0) -> int:
         """Each part of keys and of values as its decoder called alone would do. Returns the number
         of launches, 0 where one of them cannot be made again as it is."""
         ...
@@ -337,9 +336,7 @@ class TritonOps(TritonGroupOps):
         ops = self._decode if _copied(k, k_out) and _copied(v, v_out) else reference
         ops.copy_pair(k_out, v_out, offset, k, v)
 
-    def decode_spans(
-        self, sides: tuple[Parts, Parts], outs: tuple[Tensor, Tensor], first_head: int = 0
-    ) -> int:
+    def decode_spans(self, sides: tuple[Parts, Parts], outs: Pair, first_head: int = 0) -> int:
         return import_module("kernels.decode_spans").decode_spans(sides, outs, first_head)
 
     def prepare_copy(self, x: Tensor) -> Decode:

@@ -131,7 +131,6 @@ class Recordings:
             said = FAILED + str(error).partition("\n")[0]
             note_fallback(NO_MEMORY if any(map(is_out_of_memory, causes)) else said)
         self._recorder, self.hidden_bytes = None, 0
-        self._known.clear()
         self._inputs.clear()
         self._results.clear()
         return None
