@@ -40,7 +40,7 @@ class Workload:
     scratch_itemsize: int = 2
     windowed: bool = False
     companions: tuple[Workload, ...] = ()
-    library_bytes: int = 0
+    library_bytes: int = CUBLAS_BYTES
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "span_tokens"):
