@@ -44,7 +44,7 @@ SMALL = "quantwm:centroids=4,group_size=16,rank=2"
 def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
     found: list[Tape] = []
 
-    def recorder(device: torch.device) -> Tape:
+    def recorder(device: torch.device, on: str) -> Tape:
         found.append(Tape())
         return found[-1]
 

@@ -65,5 +65,5 @@ def test_what_fails_the_first_time_is_not_known() -> None:
 
 
 def test_a_cpu_records_nothing() -> None:
-    assert recorded.recorder_for(torch.device("cpu")) is None
+    assert recorded.recorder_for(torch.device("cpu"), "model") is None
     assert NO_MEMORY not in explain("cpu")

@@ -119,8 +119,8 @@ class Rooms:
         self._rooms: list[Room] = []
         slots, heads = shape[:2]
         # Each has memory of its own to work in: one is replayed beside the other.
-        self.copying = Recordings(recorder_for(device), PUT_KINDS * ROOMS * slots)
-        self.encoding = Recordings(recorder_for(device), ENCODED_KINDS, slots * heads)
+        self.copying = Recordings(recorder_for(device, "model"), PUT_KINDS * ROOMS * slots)
+        self.encoding = Recordings(recorder_for(device, "beside"), ENCODED_KINDS, slots * heads)
 
     def __getitem__(self, number: int) -> Room:
         if number == len(self._rooms):

@@ -43,16 +43,16 @@ class Recorder(Protocol):
     def __call__(self, segment: Segment) -> Captured: ...
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
-    """None where launching costs nothing."""
+def recorder_for(device: torch.device, on: str) -> Recorder | None:
+    """None where launching costs nothing. on: of what is replayed one behind the other."""
     if device.type != "cuda":
         return None
-    return CudaCapture(device, _stream(device, torch.cuda.current_stream(device).stream_id))
+    return CudaCapture(device, _stream(device, torch.cuda.current_stream(device).stream_id, on))
 
 
-@lru_cache(maxsize=8)
-def _stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """To capture on, for all that is replayed beside one stream: cuBLAS keeps memory for each."""
+@lru_cache(maxsize=16)
+def _stream(device: torch.device, model: int, on: str) -> torch.cuda.Stream:
+    """To capture on. cuBLAS keeps memory for each, which two replays at once must not share."""
     return torch.cuda.Stream(device)
 
 
