@@ -30,6 +30,7 @@ def test_an_unknown_override_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_reference_can_be_forced_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_notes", {})
     monkeypatch.setenv("QUANTWM_KERNELS", "reference")
     assert dispatch.ops_for(torch.device("cuda")) is reference
     assert dispatch.explain("cuda") == "PyTorch reference (QUANTWM_KERNELS=reference)"
