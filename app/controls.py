@@ -90,14 +90,21 @@ class ControlSnapshot:
     settings: Mapping[str, object] | None = None
     pressed: Mapping[str, int] = field(default_factory=dict)
 
-    def effective(self, now: float, consumed: int) -> frozenset[str]:
+    def effective(self, now: float, consumed: int, until: int | None = None) -> frozenset[str]:
         """Keys of the next chunk: those held, and those tapped since snapshot `consumed`.
 
-        Held keys count for nothing once the page has been silent for too long (dead man).
+        Held keys count for nothing once the page has been silent for too long (dead man). until:
+        what went down in a later snapshot is left for the next chunk.
         """
-        tapped = {key for key, seq in self.pressed.items() if seq > consumed}
+        until = self.seq if until is None else until
+        tapped = {key for key, seq in self.pressed.items() if consumed < seq <= until}
+        held = {key for key in self.keys if self.pressed.get(key, until) <= until}
         silent = now - self.received > limits.DEAD_MAN_SECONDS
-        return frozenset(tapped) if silent else self.keys | tapped
+        return frozenset(tapped) if silent else frozenset(held | tapped)
+
+    def next_tap(self, consumed: int) -> int:
+        """The snapshot after `consumed` in which a key first went down; this one without any."""
+        return min((seq for seq in self.pressed.values() if seq > consumed), default=self.seq)
 
 
 def parse_snapshot(payload: object, known_keys: Mapping[str, str]) -> ControlSnapshot:

@@ -166,10 +166,12 @@ class Runner:
                 if (stepping or (control.run and now >= due)) and self._drawn(control, now):
                     break
                 time.sleep(limits.IDLE_POLL_SECONDS)
-            keys = control.effective(now, self._consumed)
-            self._consumed = control.seq
+            ahead = min(control.steps - self._stepped, limits.MAX_STEPS_BEHIND)
+            # Presses that came while a chunk was made are a chunk each, in their order.
+            until = control.next_tap(self._consumed) if ahead > 1 else control.seq
+            keys = control.effective(now, self._consumed, until)
+            self._consumed = until
             if stepping:
-                ahead = min(control.steps - self._stepped, limits.MAX_STEPS_BEHIND)
                 self._stepped = control.steps - ahead + 1
             due = now + (period / settings.speed if settings.speed > 0 else 0.0)
             block = self._engine.step(self._action(keys & world.keys.keys(), chunk))

@@ -97,6 +97,18 @@ def test_a_tap_counts_once_and_silence_releases() -> None:
     assert held.effective(now + limits.DEAD_MAN_SECONDS + 0.1, consumed=3) == frozenset()
 
 
+def test_taps_that_came_together_are_a_chunk_each() -> None:
+    desk, now = ControlDesk(1), time.monotonic()
+    for seq, keys in enumerate(({"w"}, {"w", "left"}, {"w"}, {"s"}), start=1):
+        desk.submit(0, ControlSnapshot(seq=seq, keys=frozenset(keys), received=now))
+    newest, consumed, made = desk.newest(0), 0, []
+    for _ in range(4):
+        until = newest.next_tap(consumed)
+        made.append(newest.effective(now, consumed, until))
+        consumed = until
+    assert made == [{"w"}, {"left"}, {"s"}, {"s"}]  # the last is still down
+
+
 def test_arrows_fall_back_to_letters() -> None:
     bound = bind_keys(KEYS)
     assert bound["ArrowUp"] == "w" and bound["KeyW"] == "w"
