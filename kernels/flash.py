@@ -138,16 +138,11 @@ def _coefficients(ptr, row, rows, there, FIRST: tl.constexpr, RANK: tl.constexpr
 
 
 @triton.jit
-def _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE: tl.constexpr,
-               CHAINED: tl.constexpr):  # fmt: skip
+def _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE: tl.constexpr):
     """Scores with what 16 directions add to them."""
     turning = coefficients.to(tl.float32) * row_scales.to(tl.float32)[:, None]
     turning = tl.trans(turning.to(DOT_DTYPE))
-    if CHAINED:
-        scores = tl.dot(turned, turning, scores, input_precision="ieee")
-    else:
-        scores += tl.dot(turned, turning, input_precision="ieee")
-    return scores
+    return scores + tl.dot(turned, turning, input_precision="ieee")
 
 
 @triton.jit
@@ -159,7 +154,7 @@ def _attend_range(
     v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr, v_zeros_ptr,
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr, MASKED: tl.constexpr,
+    PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax after tokens first .. last - 1. MASKED: some of them lie beyond stop.
 
@@ -207,11 +202,9 @@ def _attend_range(
                 )  # fmt: skip
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             if RANK > 0:
-                scores = _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE, CHAINED)
+                scores = _corrected(scores, turned, coefficients, row_scales, DOT_DTYPE)
                 if RANK > 16:
-                    scores = _corrected(
-                        scores, turned_2, coefficients_2, row_scales, DOT_DTYPE, CHAINED
-                    )
+                    scores = _corrected(scores, turned_2, coefficients_2, row_scales, DOT_DTYPE)
         if V_KIND == 0:
             v = as_operand(_plain_tile(v_ptr, begin, v_stride_n, rows, valid, D), DOT_DTYPE)
         else:
@@ -255,7 +248,7 @@ def flash_kernel(
     scale,  # runtime: of the scores, log2(e) in it
     D: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_GROUP: tl.constexpr,
     V_GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, CHAINED: tl.constexpr,
+    DOT_DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr,
 ):  # fmt: skip
     """One segment's keys and values for a block of queries. Grid (query blocks, heads).
 
@@ -323,7 +316,7 @@ def flash_kernel(
             k_zeros_ptr, coefficients_ptr, row_scales_ptr,
             v_ptr, v_stride_n, v_codes_ptr, v_ids_ptr, v_centroids_ptr, v_scales_ptr,
             v_zeros_ptr, D, K_KIND, V_KIND, K_GROUP, V_GROUP,
-            RANK, BLOCK_N, DOT_DTYPE, PACKED_MATH, CHAINED, part == 1,
+            RANK, BLOCK_N, DOT_DTYPE, PACKED_MATH, part == 1,
         )  # fmt: skip
     if is_last:
         out = sums / total[:, None]

@@ -19,8 +19,6 @@ LOG2_E = 1.4426950408889634
 PLAIN, INT8 = 0, 3
 PACKED_MATH = True
 """Two channels an instruction where the device can."""
-CHAINED = False
-"""PSAC's product goes on in the scores' accumulators, instead of being added to them."""
 KINDS = {"plain": PLAIN, "ternary": 1, "affine": 2}
 
 Run = tuple[Kind | None, list[Piece]]
@@ -228,8 +226,7 @@ def _launch(
         "RANK": rank, "BLOCK_M": row.block_k, "BLOCK_N": row.block_n,
         "DOT_DTYPE": tuning.dot_mode(out)[1],
         "PACKED_MATH": PACKED_MATH and tuning.dot_mode(out)[0] == torch.bfloat16,
-        "CHAINED": CHAINED, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": True,
+        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": True,
     }  # fmt: skip
     if row.registers:
         constants["maxnreg"] = row.registers
