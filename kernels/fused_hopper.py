@@ -71,11 +71,11 @@ def _unread(keys: Side) -> str | None:
 def switched_off() -> Iterator[None]:
     """All is flash_kernel's: for what compares the two."""
     global _enabled
-    _enabled = False
+    before, _enabled = _enabled, False
     try:
         yield
     finally:
-        _enabled = True
+        _enabled = before
 
 
 def kind_of(piece: Piece) -> Kind | None:

@@ -100,6 +100,8 @@ def test_why_flash_kernel_runs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fused_hopper.unsupported(q, keys[:1]) is None
     assert "head dim 64" in str(fused_hopper.unsupported(q[:, :, :64]))
     with fused_hopper.switched_off():
+        with fused_hopper.switched_off():
+            pass
         assert "switched off" in str(fused_hopper.unsupported(q))
     assert fused_hopper.unsupported(q) is None
 
