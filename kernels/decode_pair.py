@@ -128,9 +128,6 @@ def launch_constants(decode: Decoder, out: Tensor, long: bool) -> Constants:
     return {**constants, "maxnreg": registers} if registers else constants
 
 
-_READY: set[tuple[object, ...]] = set()
-
-
 def launch_many(
     kernel: Any, decode: Decoder, out: Tensor, lengths: Sequence[int], heads: int,
     args: Sequence[Any], more: Mapping[str, int] | None = None,
@@ -143,13 +140,10 @@ def launch_many(
     long, more = sum(lengths) >= tuning.LONG_TOKENS, more or {}
     constants = {**launch_constants(decode, out, long), **more}
     grid = (-(-max(lengths) // constants["BLOCK_N"]), heads * out.shape[0])
-    kind = (id(kernel), out.device, out.dtype)
-    if (*kind, *constants.values()) not in _READY:
+    if launch(kernel, grid, args, constants):
         other = {**launch_constants(decode, out, not long), **more}
-        _READY.update((*kind, *each.values()) for each in (constants, other))
         if other != constants:
             compile_only(kernel, grid, args, other)
-    launch(kernel, grid, args, constants)
 
 
 def decode_pair(

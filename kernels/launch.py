@@ -150,23 +150,26 @@ def _note(*made: Any) -> None:
 
 def launch(
     kernel: Any, grid: tuple[int, int], args: Sequence[Any], constants: Mapping[str, Any]
-) -> None:
+) -> bool:
     """kernel[grid](*args, **constants). args come first in the kernel's signature, then constants.
 
-    Anything but a compiled kernel (the interpreter's) is launched as it stands.
+    Returns whether this was the first of its kind. Anything but a compiled kernel (the
+    interpreter's) is launched as it stands.
     """
     if not isinstance(kernel, JITFunction):
         kernel[grid](*args, **constants)
-        return
+        return False
     device = driver.active.get_current_device()
     values, kinds = _described(args, _specialised(kernel))
     key = (id(kernel), device, kinds, *constants.values())
     compiled = _COMPILED.get(key)
+    first = compiled is None
     if compiled is None:
         _COMPILED[key] = compiled = _first_launch(kernel, grid, args, constants)
     else:
         _launch_again(compiled, grid, device, values)
     _note(kernel, compiled, grid, device, values)
+    return first
 
 
 def compile_only(

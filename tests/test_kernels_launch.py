@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernels import decode_pair
 from kernels import launch as launching
 
 SPECIALISED = {"x_ptr", "stride_h", "stride_n"}
@@ -27,6 +28,10 @@ class FakeKernel:
         ]
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
+        self.warmed: list[tuple[int, int]] = []
+
+    def warmup(self, x: Any, *args: Any, grid: tuple[int, int], **constants: Any) -> None:
+        self.warmed.append((x.data_ptr() % 16, constants["BLOCK_N"]))
 
     def __getitem__(self, grid: tuple[int, int]) -> Any:
         def first(*args: Any, **constants: Any) -> Any:
@@ -90,6 +95,20 @@ def test_another_kind_goes_through_triton(
         launching.launch(kernel, (1, 1), args, given["constants"])
     assert len(kernel.compiled) == compilations
     assert len(kernel.launched) == 3 - compilations
+
+
+def test_the_row_of_other_lengths_is_compiled_for_every_kind(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a history of tensors that lie elsewhere compiles nothing by growing either."""
+    rows = {True: {"BLOCK_N": 64}, False: {"BLOCK_N": 32}}
+    monkeypatch.setattr(decode_pair, "launch_constants", lambda decode, out, long: rows[long])
+    monkeypatch.setattr(kernel, "arg_names", [*NAMES[:6], "BLOCK_N"])
+    ids = torch.zeros(64, dtype=torch.uint8)
+    for x in (torch.zeros(64), torch.zeros(65)[1:]) * 2:
+        args = (x, 640, 128, 7, ids, 100)
+        decode_pair.launch_many(kernel, None, torch.zeros(1, 64), [5], 1, args)
+    assert kernel.warmed == [(0, 64), (4, 64)]
 
 
 def test_a_prepared_launch_shares_what_others_of_its_kind_compiled(kernel: FakeKernel) -> None:
