@@ -146,7 +146,7 @@ def test_scratch_keeps_to_its_limit() -> None:
     "policy",
     [
         CachePolicy(span_tokens=6),
-        CachePolicy(span_tokens=6, sink_frames=2, recent_chunks=1),
+        CachePolicy(span_tokens=6, sink_frames=2, recent_chunks=1, window_frames=9),
         CachePolicy(span_tokens=6, window_frames=7),
     ],
 )

@@ -156,6 +156,7 @@ def compare(case: Drawn, graphed: bool = False) -> None:
         forward = GraphedWan(model, case.chunk, rerun)
     driver = SelfForcing(model, cache, model.context_kv(rows), case.grid, forward)
     seen = seen_by(total, case.chunk, case.window, case.sink)
+    acts_on = seen_by(total, case.chunk, case.window, 0)
     done = torch.empty(0, 16, height, width)
     limit = LIMITS[case.dtype]
     for first in range(0, total, case.chunk):
@@ -180,6 +181,7 @@ def compare(case: Drawn, graphed: bool = False) -> None:
                     latents, times, torch.arange(stop), seen[:stop, :stop], context,
                     None if conditions["camera"] is None else conditions["camera"][:, :stop],
                     conditions["keyboard"], conditions["mouse"], torch.arange(stop),
+                    acts_on[:stop, :stop],
                 ),
             )[:, first:].transpose(0, 1)  # fmt: skip
             off = relative(made.flow, wanted)

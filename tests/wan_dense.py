@@ -21,6 +21,7 @@ class Sequence:
     bool [F, F] (row sees column), text rows; and, by family, camera, actions, labels, lenses.
 
     keyboard, mouse: [rows, dim] from video frame 0 on; frames: number of each latent frame.
+    acts_on: as seen, for the action streams, whose published caches keep no sink.
     """
 
     latents: Tensor
@@ -32,6 +33,7 @@ class Sequence:
     keyboard: Tensor | None = None
     mouse: Tensor | None = None
     frames: Tensor | None = None
+    acts_on: Tensor | None = None
     labels: Tensor | None = None
     lenses: tuple[Tensor, Tensor] | None = None
 
@@ -212,14 +214,14 @@ def _actions(own: Weights, heads: int, x: Tensor, s: Sequence, cells: int) -> Te
         out = torch.empty_like(v)
         for cell in range(cells):
             out[:, cell::cells] = attend(
-                q[:, cell::cells], k[:, cell::cells], v[:, cell::cells], s.seen
+                q[:, cell::cells], k[:, cell::cells], v[:, cell::cells], s.acts_on
             )
         x = x + linear(own, "proj_mouse", joined(out))
     keys = silu(linear(own, "keyboard_embed.0", windows(s.keyboard)))
     keys = linear(own, "keyboard_embed.2", keys).flatten(1)
     k, v = (heads_of(part, heads) for part in linear(own, "keyboard_attn_kv", keys).chunk(2, -1))
     q = turned(rms(heads_of(linear(own, "mouse_attn_q", x), heads)), cells)
-    seen = s.seen.repeat_interleave(cells, 0)
+    seen = s.acts_on.repeat_interleave(cells, 0)
     out = attend(q, turned(rms(k), 1), v, seen)
     return x + linear(own, "proj_keyboard", joined(out))
 

@@ -58,8 +58,9 @@ class Held:
         self._stored = dtype if fmt.exact else torch.bfloat16
         plain = fmt if self._stored == torch.float32 else BF16
         shared = {"device": device, "dtype": dtype, "workspace": self.workspace, "seed": seed}
+        beside = replace(policy, sink_frames=0)  # as Matrix-Game-2's action caches
         self._companions = {
-            name: type(self)(companion, plain, policy, **shared)
+            name: type(self)(companion, plain, beside, **shared)
             for name, companion in spec.companions
         }
         self._generator = torch.Generator()

@@ -84,7 +84,6 @@ class Workload:
             companions=companion_loads(
                 spec,
                 frames=tokens // spec.tokens_per_frame,
-                sink_frames=policy.sink_frames,
                 recent_frames=policy.recent_chunks * spec.frames_per_chunk,
                 current_frames=spec.frames_per_chunk,
                 itemsize=itemsize,
@@ -144,13 +143,12 @@ class Workload:
 def companion_loads(
     spec: CacheSpec,
     frames: int,
-    sink_frames: int = 0,
     recent_frames: int = 0,
     current_frames: int = 0,
     itemsize: int = 2,
     windowed: bool = False,
 ) -> tuple[Workload, ...]:
-    """What the companion streams of a geometry hold beside `frames` latent frames of history."""
+    """What the companion streams of a geometry hold beside `frames` latent frames: no sink."""
     return tuple(
         Workload(
             layers=stream.layers * len(stream.streams),
@@ -159,7 +157,6 @@ def companion_loads(
             tokens=frames * stream.tokens_per_frame,
             span_tokens=max(frames, 1) * stream.tokens_per_frame,
             chunk_tokens=stream.tokens_per_chunk,
-            sink_tokens=sink_frames * stream.tokens_per_frame,
             recent_tokens=recent_frames * stream.tokens_per_frame,
             current_tokens=current_frames * stream.tokens_per_frame,
             scratch_itemsize=itemsize,

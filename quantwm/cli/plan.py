@@ -199,7 +199,6 @@ def _of_world(
         companions=companion_loads(
             spec.cache,
             frames,
-            arguments.sink_tokens // per_frame,
             arguments.recent_tokens // per_frame,
             arguments.current_tokens // per_frame,
         ),
