@@ -13,6 +13,7 @@ from quantwm.cache import (
     CachePolicy,
     CacheSpec,
     KVCache,
+    Workspace,
     batch,
     checks,
     commit,
@@ -140,6 +141,17 @@ def test_a_failure_can_be_taken_up_again(streams: Streams, monkeypatch: pytest.M
     _attend(cache, range(7, 10))
     cache.finalize_chunk()
     assert same_bytes(cache, _in_turn(make_cache("quantwm", policy, WIDE), 2, monkeypatch))
+
+
+def test_a_cache_that_is_dropped_leaves_its_rooms_to_others(streams: Streams) -> None:
+    workspace = Workspace()
+    for layers in (6, 9, 10):  # while some wait, and once all that came are encoded
+        cache = KVCache(WIDE, make_format("qvg", **SETTINGS["qvg"]), CachePolicy(span_tokens=6),
+                        workspace=workspace)  # fmt: skip
+        _chunks(cache).begin_chunk(2, SPEC.frames_per_chunk)
+        _attend(cache, range(layers))
+        assert len(workspace.lent) == 1
+        del cache
 
 
 def _no_memory(*_: object) -> None:

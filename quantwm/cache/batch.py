@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
+from weakref import finalize
 
 import torch
 from torch import Generator, Tensor
@@ -153,8 +154,8 @@ class Batch:
     streams: Streams
     most: int
     rooms: Rooms
-    _give_back: Callable[[], None]
     waiting: dict[int, int] = field(default_factory=dict)
+    _give_back: finalize[..., Any] | None = None
     _turn: int = 0
 
     @classmethod
@@ -162,11 +163,16 @@ class Batch:
         """k: [H, N, D], of any slot; its rooms are the workspace's."""
         kind = (most, *k.shape), k.device
         rooms = workspace.lend(kind, partial(Rooms, *kind))
-        return cls(streams, most, rooms, partial(workspace.take_back, kind, rooms))
+        batch = cls(streams, most, rooms)
+        batch._give_back = finalize(batch, workspace.take_back, kind, rooms)
+        batch._give_back.atexit = False
+        return batch
 
     def release(self) -> None:
-        """The rooms may serve another chunk; nothing is done with the batch after it."""
-        self._give_back()
+        """The rooms may serve another chunk; nothing is done with the batch after it. They may too
+        once nobody has the batch: a cache can be dropped with its chunk open."""
+        if self._give_back is not None:
+            self._give_back()
 
     def full(self, left: int, slots: int) -> bool:
         """Whether those that wait are encoded now. left: slots that are still to come, of all."""
