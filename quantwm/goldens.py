@@ -257,14 +257,16 @@ def find_sets(folder: Path, families: Sequence[str] | None = None) -> list[Golde
     for path in sorted(folder.glob("*.json")):
         try:
             info = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError):
+        except (ValueError, OSError, RecursionError):
             raise UserError(f"{path.name} is not a JSON sidecar") from None
         if isinstance(info, dict) and "config" in info:
             sets.append(GoldenSet(path.stem, folder, info))
     if not sets:
         raise UserError(f"no golden files (NAME.json beside NAME.safetensors) in {folder}")
-    if families is None:
+    if families is None or list(families) == ["all"]:
         return sets
+    if not families:
+        raise UserError("name at least one family, or all")
     known = {name for one in sets for name in (one.name, one.family)}
     unknown = [name for name in families if name not in known]
     if unknown:

@@ -184,3 +184,11 @@ def test_command_line_ends_with_one_json_document(capsys: pytest.CaptureFixture[
         assert again == document
     assert main(["check-golden"]) == 2
     assert "give the folder" in capsys.readouterr().err
+    assert main(["check-golden", str(GOLDENS), "--families", ""]) == 2
+
+
+def test_all_are_all_and_what_is_no_sidecar_is_one_line(tmp_path: Path) -> None:
+    assert len(find_sets(GOLDENS, ["all"])) == len(NAMES)
+    (tmp_path / "a.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="a.json is not a JSON sidecar"):
+        find_sets(tmp_path)
