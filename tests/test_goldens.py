@@ -190,5 +190,5 @@ def test_command_line_ends_with_one_json_document(capsys: pytest.CaptureFixture[
 def test_all_are_all_and_what_is_no_sidecar_is_one_line(tmp_path: Path) -> None:
     assert len(find_sets(GOLDENS, ["all"])) == len(NAMES)
     (tmp_path / "a.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match="a.json is not a JSON sidecar"):
+    with pytest.raises(UserError, match="is not a JSON sidecar"):
         find_sets(tmp_path)
