@@ -192,6 +192,13 @@ def test_broken_indexes_are_refused(tmp_path: Path, text: str) -> None:
     refused(load, tmp_path)
 
 
+def test_names_in_a_file_cannot_break_the_line(tmp_path: Path) -> None:
+    save_file({"a\n\x1b[31m" * 400: torch.zeros(1)}, tmp_path / "x.safetensors")
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / "x.safetensors")
+    assert str(caught.value).isprintable() and len(str(caught.value)) <= 1000
+
+
 def test_an_index_that_promises_more_than_the_shards_hold(tmp_path: Path) -> None:
     weights = upstream_weights(make_model())
     lost = weights.pop("model.head.head.bias")
