@@ -305,6 +305,7 @@ def test_another_size_or_family_is_refused(tiny: str, monkeypatch: pytest.Monkey
     entry = catalog.ENTRIES["tiny"]
     for change, message in (
         ({"config": replace(entry.config, layers=5)}, "choose the other size"),
+        ({"config": replace(entry.config, in_channels=20)}, "has in_channels 20, the file 36"),
         ({"family": "causal_forcing"}, "is lingbot_world_v2, not causal_forcing"),
     ):
         monkeypatch.setitem(catalog.ENTRIES, "tiny", replace(entry, **change))

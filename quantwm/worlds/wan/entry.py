@@ -16,6 +16,7 @@ from quantwm.worlds.room import Room, capacity_of, require_room
 from quantwm.worlds.wan import files, presets
 from quantwm.worlds.wan.catalog import ENTRIES, Entry
 from quantwm.worlds.wan.clip import load_clip
+from quantwm.worlds.wan.config import WanConfig
 from quantwm.worlds.wan.downloads import download
 from quantwm.worlds.wan.kinds import world_class
 from quantwm.worlds.wan.loading import load_transformer
@@ -146,7 +147,7 @@ def load(
         files.part_path(part), dtype, torch.device("cpu") if waits else device,
         expect=entry.family, prefer_ema=part.ema, progress=shares("Loading the transformer"),
     )  # fmt: skip
-    _check_size(entry, model.config.layers, model.config.width)
+    _check_size(entry, model.config)
     if waits:
         report("Moving all but the blocks to the device", 0.0)
         offload_blocks(model, device)
@@ -170,13 +171,20 @@ def load(
     )  # fmt: skip
 
 
-def _check_size(entry: Entry, layers: int, width: int) -> None:
+def _check_size(entry: Entry, found: WanConfig) -> None:
     """The 1.3B and the 14B model are one family; the file must be the size that was chosen."""
-    if (layers, width) != (entry.config.layers, entry.config.width):
+    wanted = entry.config
+    if (found.layers, found.width) != (wanted.layers, wanted.width):
         raise UserError(
-            f"{entry.name} has {entry.config.layers} layers of width {entry.config.width}, the "
-            f"file holds {layers} of {width}: choose the other size or another folder"
+            f"{entry.name} has {wanted.layers} layers of width {wanted.width}, the "
+            f"file holds {found.layers} of {found.width}: choose the other size or another folder"
         )
+    for name, size in vars(wanted).items():
+        if name != "context_len" and getattr(found, name) != size:  # which no shape tells
+            raise UserError(
+                f"{entry.name} has {name} {size}, the file {getattr(found, name)}: it is of "
+                "another world or version"
+            )
 
 
 def _check_vae(entry: Entry, found: VaeConfig) -> None:
