@@ -228,17 +228,17 @@ class PreviewWriter(_Writer):
 
 def read_picture(path: Path) -> np.ndarray:
     """A picture as uint8 [H, W, 3]; its size is checked before it is decoded."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     check_file(path, MAX_PICTURE_BYTES)
     known = ", ".join(PICTURE_FORMATS)
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as header:
             width, height = header.size
-    except (UnidentifiedImageError, OSError) as error:
-        raise UserError(f"{path.name} cannot be read as a picture; use one of {known}") from error
     except Image.DecompressionBombError as error:
         raise UserError(f"{path.name} has far too many pixels; choose a smaller one") from error
+    except Exception as error:  # decoders stumble in many ways
+        raise UserError(f"{path.name} cannot be read as a picture; use one of {known}") from error
     if width * height > MAX_PICTURE_PIXELS:
         raise UserError(
             f"{path.name} is {width} x {height}, at most {MAX_PICTURE_PIXELS:,} pixels are read"
@@ -246,7 +246,7 @@ def read_picture(path: Path) -> np.ndarray:
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:
             return upright_rgb(image)
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # TypeError and struct.error among them, of broken EXIF
         raise UserError(f"{path.name} is damaged: {one_line(error)}") from error
 
 

@@ -210,6 +210,17 @@ def test_broken_pictures(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 50)
     with pytest.raises(UserError, match="cannot be read as a picture"):
         video.read_start(tmp_path / "a.png", (8, 8), 1)
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\5IHDR" + b"\0" * 50)
+    with pytest.raises(UserError, match="cannot be read as a picture"):
+        video.read_start(tmp_path / "a.png", (8, 8), 1)
+    # A turned picture whose resolution, a ratio, is text.
+    exif = (
+        b"Exif\0\0II*\0\x08\0\0\0\2\0\x12\1\3\0\1\0\0\0\6\0\0\0\x1a\1\2\0\2\0\0\0a\0\0\0"
+        + b"\0" * 4
+    )
+    Image.fromarray(noise(1, 64, 64)[0]).save(tmp_path / "exif.jpg", exif=exif)
+    with pytest.raises(UserError, match="damaged"):
+        video.read_start(tmp_path / "exif.jpg", (8, 8), 1)
     Image.fromarray(noise(1, 64, 64)[0]).save(tmp_path / "b.png")
     whole = (tmp_path / "b.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
