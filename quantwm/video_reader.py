@@ -200,10 +200,12 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
 
     kind = _sniff_video(path)
     try:
-        with av.open(path, "r", format=kind) as container:
+        with av.open(path, "r", format=kind, metadata_errors="replace") as container:
             if not container.streams.video:
                 raise UserError(f"{path.name} holds no video stream; name a file with pictures")
             stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise UserError(f"{path.name} cannot be read as a video: no decoder knows it")
             width, height = stream.codec_context.width, stream.codec_context.height
             if width < 1 or height < 1:
                 raise UserError(f"{path.name} cannot be read as a video: it gives no size")

@@ -113,6 +113,11 @@ def test_damaged_and_foreign_files(uploads: Path) -> None:
         (uploads / name).write_bytes(data)
         with pytest.raises(UserError, match="could not be read"):
             read_upload(str(uploads / name), uploads, 16)
+    # A turned picture whose EXIF says its width in bytes: struct.error in Pillow.
+    exif = b"Exif\0\0II*\0\x08\0\0\0\2\0\x12\1\3\0\1\0\0\0\6\0\0\0\0\1\1\0\1\0\0\0a" + b"\0" * 7
+    Image.open(uploads / "good.png").save(uploads / "exif.jpg", exif=exif)
+    with pytest.raises(UserError, match="could not be read"):
+        read_upload(str(uploads / "exif.jpg"), uploads, 16)
 
 
 def test_only_three_formats_are_opened(uploads: Path, monkeypatch) -> None:

@@ -135,6 +135,17 @@ def test_broken_videos(tmp_path, name, data, words):
     assert "\n" not in str(caught.value)
 
 
+def test_names_in_a_video_that_are_no_text(tmp_path):
+    with video.LosslessWriter(tmp_path / "a.mkv", 8) as writer:
+        writer.write(noise(2, 20, 40))
+    whole = (tmp_path / "a.mkv").read_bytes()
+    (tmp_path / "a.mkv").write_bytes(whole.replace(b"Lavf", b"\xff" * 4))
+    assert len(video.read_video(tmp_path / "a.mkv", 4)) == 2
+    (tmp_path / "a.mkv").write_bytes(whole.replace(b"V_FFV1", b"V_XXXX"))
+    with pytest.raises(UserError, match="no decoder knows it"):
+        video.read_video(tmp_path / "a.mkv", 4)
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         video.read_video(tmp_path / "none.mkv", 1)
