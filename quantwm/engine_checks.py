@@ -60,7 +60,9 @@ def fitted_picture(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def check_memory(world: World, lanes: Sequence[LaneConfig]) -> None:
     """UserError when the caches cannot fit; a lane without a window is planned for one span."""
-    planned = plan_lanes(world.spec.cache, lanes, itemsize=world.dtype.itemsize)
+    on_gpu = world.device.type == "cuda"
+    of_run = world.dtype.itemsize, on_gpu, world.spec.remade
+    planned = plan_lanes(world.spec.cache, lanes, *of_run)
     free = free_bytes(world.device)
     if free is not None:
         require_memory(planned, free)

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from quantwm.cache import CachePolicy, CacheSpec
+from quantwm.cache import CachePolicy, CacheSpec, KVCache, make_format
 from quantwm.cache.formats import FORMATS
 from quantwm.cache.plan import MethodPlan, Workload, plan, plan_lanes
-from quantwm.cache.remedy import require_memory
+from quantwm.cache.remedy import gib, remedy, require_memory
 from quantwm.engine_types import LaneConfig
 from quantwm.errors import UserError
 from tests.cache_helpers import SETTINGS, SPEC, make_cache, qkv, run_chunk
@@ -118,6 +118,45 @@ def test_planned_scratch_is_the_scratch_of_a_windowed_cache(name: str) -> None:
     assert 0 <= found.peak_bytes - held - found.pending_bytes <= found.transient_bytes
     one = 2 * 6 * 16 * 4  # an attention's output, and queries in FP32 for those who learn of them
     assert found.transient_bytes == one * (2 if name in ("quantwm", "qtc") else 1)
+
+
+@pytest.mark.parametrize("kept", [{}, {"sink_frames": 1}])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_history_that_is_made_anew_is_one_chunk(name: str, kept: dict[str, int]) -> None:
+    policy = CachePolicy(span_tokens=6, window_frames=7, **kept)
+    settings = {**SETTINGS[name], **({"rank": 1, "centroids": 1} if name == "quantwm" else {})}
+    cache = make_cache(name, policy, settings=settings)
+    for _ in range(3):
+        cache.clear()
+        run_chunk(cache, frames=5)
+        cache.begin_chunk(5, 2)
+        cache.attend(0, *qkv(0, 6))
+        cache.abort_chunk()
+    load = Workload.of_policy(SPEC, policy, itemsize=4, remade=True)
+    found, ledger = plan({name: settings}, load).methods[0], cache.ledger()
+    assert cache.remade and cache.fork().remade and not make_cache(name).remade
+    assert found.bytes == ledger.parts and found.bytes_bf16 == ledger.bf16_bytes
+    assert found.scratch_bytes == ledger.scratch_bytes
+    cache.clear()
+    cache.begin_chunk(0, 5)
+    for layer in range(SPEC.layers):
+        cache.attend(layer, *qkv(layer, 15), clean=True)
+    ledger = cache.ledger()
+    least = ledger.total + ledger.pending_bytes + ledger.scratch_bytes
+    assert least <= found.peak_bytes <= least + found.transient_bytes + found.bytes_packed // 2
+
+
+def test_only_a_gpu_encodes_layers_together() -> None:
+    """BF16 on a CPU, layer by layer, with the queries of one in FP32."""
+    spec, policy = replace(SPEC, layers=10), CachePolicy(span_tokens=12, window_frames=7)
+    gpu, cpu = (Workload.of_policy(spec, policy, on_gpu=on_gpu) for on_gpu in (True, False))
+    there, here = (plan({"quantwm": SETTINGS["quantwm"]}, load).methods[0] for load in (gpu, cpu))
+    alone = plan({"bf16": {}}, cpu).methods[0].scratch_bytes
+    assert there.scratch_bytes > here.scratch_bytes == alone
+    assert here.transient_bytes == 2 * 6 * 16 * (2 + 4)
+    cache = KVCache(spec, make_format("quantwm", **SETTINGS["quantwm"]), policy)
+    run_chunk(cache)
+    assert f" instead of {gib(here.peak_bytes)}, " in remedy(cache, free=10**9)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5, 9])

@@ -15,6 +15,7 @@ from test_wan_encoders import UMT5
 from wan_tiny import VAE_22, WORLDS, actions_of, random_, settings, tiny  # the last is a fixture
 
 from quantwm.actions import parse_actions
+from quantwm.cache.plan import plan_lanes
 from quantwm.cli import main
 from quantwm.describe import session_info
 from quantwm.engine import Engine
@@ -324,6 +325,22 @@ def test_bad_pictures_and_prompts_are_one_line(tiny: str) -> None:
     assert world.start(None, np.zeros((3, 4000, 3), np.uint8), "", 0).frames.shape[1:] == (
         32, 48, 3,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("tiny", ["hy_worldplay_wan5b", "hy_worldplay_wan5b_append"], indirect=True)
+def test_a_memory_is_planned_as_it_is_held(tiny: str) -> None:
+    spec = world_spec("tiny")
+    lanes = settings(lanes_for(spec, ("qvg",)))
+    if tiny.endswith("append"):
+        lanes = [replace(lanes[0], policy=replace(lanes[0].policy, window_frames=20))]
+    with Engine(
+        load_world("tiny", "cpu"), lanes, seed=3, prompt="a walk", max_tokens=10_000
+    ) as engine:
+        engine.start()
+        for action in parse_actions("w-20", spec.keys, spec.cache.frames_per_chunk):
+            engine.step(action)
+        held = engine.caches["qvg"].ledger().parts
+    assert plan_lanes(spec.cache, lanes, 4, remade=spec.remade).methods[0].bytes == held
 
 
 def test_every_entry_is_listed_and_its_needs_are_known() -> None:

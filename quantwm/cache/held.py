@@ -147,6 +147,7 @@ class Held:
         For worlds that rebuild their memory per chunk. An open chunk is forgotten.
         """
         self.abort_chunk()
+        self.remade = True
         self._segments, self._origin, self._next_frame = [], None, None
         if self._span.number >= 0:
             # A full span, so that the next chunk opens one of its own.
@@ -161,6 +162,7 @@ class Held:
         if self._open is not None:
             self._open.give_up()
         self._open = None
+        self.remade = False  # whether the history is, for every chunk, as after `clear`
         self._segments = []
         self._books, self._fit = Codebooks(), BookFit()
         self._span = SpanPlan(number=-1, tokens=0)
@@ -187,7 +189,7 @@ class Held:
         other._origin, other._next_frame = self._origin, self._next_frame
         other._generator.set_state(self._generator.get_state())
         other._statistics = self._statistics.copy()
-        other._learner = self._learner
+        other._learner, other.remade = self._learner, self.remade
         other._companions = {name: cache.fork() for name, cache in self._companions.items()}
         return other
 

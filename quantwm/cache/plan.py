@@ -16,9 +16,11 @@ from quantwm.cache.plan_scratch import scratch_bytes
 from quantwm.cache.spec import CachePolicy, CacheSpec
 from quantwm.cache.statistics import moment_bytes
 from quantwm.cache.unrotation import wants_unrotated
-from quantwm.cache.workload import Workload, companion_loads
+from quantwm.cache.workload import CUBLAS_BYTES, Workload, companion_loads
 
 ROLES: tuple[Role, Role] = ("keys", "values")
+LASTING = ("codebooks", "bases", "statistics")
+"""What outlives the tokens that it was made of."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,16 @@ class MethodPlan:
         scratch_bytes: of one layer's decoded history and current chunk, in as many heads at a time
             as its limit allows; with what an open history reserves to grow. In BF16 also what many
             small layers wait in and are encoded in together (see batch.py).
-        pending_bytes: while a chunk is committed: its packed form and query moments, the open
+        pending_bytes: while a chunk is committed: what it becomes, its query moments, the open
             span that is rebuilt with it, and the oldest one that a window cuts.
         transient_bytes: of one layer's clean pass, until its share of the chunk is packed: the
             attention's output, in BF16 the copies that are encoded beside the model, where layers
             are encoded one by one, and queries in FP32 where their moment is wanted of such. What
             kernels take beside one is small and not in it.
         peak_bytes: what is stored, the scratch, and the larger of the last two: a commit comes
-            when the clean passes are done, but what they packed is held by then. On a GPU also
-            what cuBLAS keeps for a stream of the cache's own.
+            when the clean passes are done, but what they packed is held by then. (A history that
+            is made anew is dropped before.) On a GPU also what cuBLAS keeps for a stream of the
+            cache's own.
     """
 
     method: str
@@ -105,7 +108,11 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
     scratch += together
     parts = {part: count for part, count in held.items() if count}
     total = sum(parts.values())
-    passing = max(rebuilding, transient) + _library_bytes(fmt, load, not together)
+    passing = packing + max(rebuilding, transient)
+    if load.remade:
+        dropped = (count for part, count in parts.items() if part not in LASTING)
+        passing = max(passing - sum(dropped), 0)
+    passing += _library_bytes(fmt, load, not together)
     return MethodPlan(
         method=name,
         ratio=load.compressed_tokens * bf16 / packed if packed else None,
@@ -117,7 +124,7 @@ def plan_method(name: str, fmt: Format[Any], load: Workload) -> MethodPlan:
         scratch_bytes=scratch,
         pending_bytes=packing + rebuilding,
         transient_bytes=transient,
-        peak_bytes=total + scratch + packing + passing,
+        peak_bytes=total + scratch + passing,
     )
 
 
@@ -178,9 +185,15 @@ def _add(into: dict[str, int], parts: Mapping[str, int]) -> None:
 
 def _packing_bytes(fmt: Format[Any], load: Workload) -> int:
     """What a chunk's clean passes have made when the last one is done."""
-    if not load.current_tokens:
+    encoded = load.written_tokens
+    if not encoded:
         return 0
-    pending = sum(_span_parts(fmt, load, load.current_tokens, 1).values())
+    plain = encoded if load.recent_tokens else 0  # and an older chunk is encoded
+    if load.remade:
+        plain = min(load.sink_tokens + load.recent_tokens, encoded)
+        encoded -= plain
+    pending = plain * load.bf16_bytes_per_token
+    pending += sum(_span_parts(fmt, load, encoded, 1).values()) if encoded else 0
     if fmt.uses_queries:
         pending += load.layers * load.heads * load.head_dim**2 * 4
     if isinstance(fmt, Learns):
@@ -193,12 +206,12 @@ def _rebuilding_bytes(
 ) -> int:
     """What a commit makes anew: the open span with the chunk in it, the oldest one when a window
     begins inside it. (Spans of one chunk are dropped whole where chunks divide the window.)"""
-    if not load.current_tokens or not spans:
+    if not load.current_tokens or not spans or load.remade:
         return 0
     rebuilt = 0
     if spans[0][1] > 1:
         open_span = _span_parts(fmt, load, *spans[-1][:2])
-        rebuilt += sum(n for part, n in open_span.items() if part not in ("codebooks", "bases"))
+        rebuilt += sum(n for part, n in open_span.items() if part not in LASTING)
     chunk = load.chunk_tokens or load.span_tokens
     if load.windowed and (spans[0][1] > 1 or load.compressed_tokens % chunk):
         rebuilt += sum(_span_parts(fmt, load, *spans[0][:2]).values())
@@ -207,20 +220,21 @@ def _rebuilding_bytes(
 
 def _together_bytes(fmt: Format[Any], load: Workload) -> int:
     """Of what small layers wait and are encoded in together."""
-    if load.scratch_itemsize > 2 or not load.current_tokens or load.recent_tokens:
+    if not load.on_gpu or not load.written_tokens or load.recent_tokens:
         return 0
-    return batch_bytes(fmt, load.layers, load.heads, load.current_tokens, load.head_dim)
+    return batch_bytes(fmt, load.layers, load.heads, load.written_tokens, load.head_dim)
 
 
 def _transient_bytes(fmt: Format[Any], load: Workload, alone: bool) -> int:
     """alone: whether each layer is encoded by itself."""
     each = load.scratch_itemsize
-    share = load.heads, load.current_tokens, load.head_dim
+    share = load.heads, load.written_tokens, load.head_dim
     if isinstance(fmt, Learns):
         each += 4
-    elif fmt.compresses and load.scratch_itemsize == 2 and alone:
-        each += 6 if fmt.uses_queries else 4
-    if fmt.uses_queries and (load.scratch_itemsize > 2 or wants_unrotated(fmt)):
+    elif fmt.compresses and load.on_gpu and alone:
+        each += 4 + load.scratch_itemsize * fmt.uses_queries
+    as_they_are = load.on_gpu and load.scratch_itemsize == 2 and not wants_unrotated(fmt)
+    if fmt.uses_queries and not as_they_are:
         each += 4
     return math.prod(share) * each
 
@@ -229,7 +243,7 @@ def _library_bytes(fmt: Format[Any], load: Workload, alone: bool) -> int:
     """Moments of queries are products beside the model where layers are encoded one by one, and
     bases are learnt on a stream of their own."""
     own = isinstance(fmt, Learns) or (fmt.uses_queries and fmt.compresses and alone)
-    return load.library_bytes if own and load.current_tokens else 0
+    return CUBLAS_BYTES if own and load.on_gpu and load.written_tokens else 0
 
 
 class LaneLike(Protocol):
@@ -289,14 +303,18 @@ def plan(methods: Mapping[str, Mapping[str, object]], load: Workload) -> Plan:
     )
 
 
-def plan_lanes(spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2) -> Plan:
-    """The caches of an engine's lanes, each with its own policy."""
+def plan_lanes(
+    spec: CacheSpec, lanes: Sequence[LaneLike], itemsize: int = 2, on_gpu: bool | None = None,
+    remade: bool = False,
+) -> Plan:  # fmt: skip
+    """The caches of an engine's lanes, each with its own policy; the rest as `of_policy` has it."""
+    known = {"itemsize": itemsize, "on_gpu": on_gpu, "remade": remade}
     return Plan(
         tuple(
             (
                 lane.name,
                 make_format(lane.method, **dict(lane.settings)),
-                Workload.of_policy(spec, lane.policy, itemsize=itemsize),
+                Workload.of_policy(spec, lane.policy, **known),
             )
             for lane in lanes
         )

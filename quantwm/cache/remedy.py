@@ -71,11 +71,11 @@ def remedy(cache: Any, free: int | None = None) -> str:
     ledger = cache.ledger()
     held = ledger.total + ledger.pending_bytes + ledger.making_bytes + ledger.scratch_bytes
     free = free_bytes(cache.device) if free is None else free
-    itemsize = cache.dtype.itemsize
+    of_run = cache.dtype.itemsize, cache.device.type == "cuda", cache.remade
     tokens = None if cache.policy.window_frames else max(cache.tokens, cache.spec.tokens_per_chunk)
 
     def planned(fmt: Format[Any], policy: CachePolicy) -> Plan:
-        load = Workload.of_policy(cache.spec, policy, tokens, itemsize, cache.device.type == "cuda")
+        load = Workload.of_policy(cache.spec, policy, tokens, *of_run)
         return Plan(((fmt.name, fmt, load),))
 
     now = planned(cache.fmt, cache.policy)

@@ -25,7 +25,8 @@ class Workload:
         scratch_itemsize: bytes of an element of the scratch, 2 (BF16) or 4.
         windowed: whether a window slides over the history; it may then cut one span more.
         companions: BF16 streams of another geometry, cached beside these frame by frame.
-        library_bytes: what cuBLAS keeps for a stream of the cache's own.
+        on_gpu: where clean passes are encoded beside the model, on streams of the cache's own.
+        remade: whether all history is written anew for every chunk, as one chunk.
     """
 
     layers: int
@@ -40,7 +41,8 @@ class Workload:
     scratch_itemsize: int = 2
     windowed: bool = False
     companions: tuple[Workload, ...] = ()
-    library_bytes: int = CUBLAS_BYTES
+    on_gpu: bool = True
+    remade: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "head_dim", "span_tokens"):
@@ -55,7 +57,7 @@ class Workload:
     @classmethod
     def of_policy(
         cls, spec: CacheSpec, policy: CachePolicy, tokens: int | None = None, itemsize: int = 2,
-        on_gpu: bool | None = None,
+        on_gpu: bool | None = None, remade: bool = False,
     ) -> Workload:  # fmt: skip
         """What a KVCache holds when its window is full, between two chunks.
 
@@ -69,13 +71,15 @@ class Workload:
             tokens = sink + recent + max(policy.span_tokens, chunk)
         elif tokens is None:
             tokens = max(policy.window_frames * spec.tokens_per_frame - chunk, 0)
+        if remade and recent:
+            recent = tokens
         return cls(
             layers=spec.layers * len(spec.streams),
             heads=spec.heads,
             head_dim=spec.head_dim,
             tokens=tokens,
             span_tokens=policy.span_tokens,
-            chunk_tokens=chunk,
+            chunk_tokens=max(tokens, 1) if remade else chunk,
             sink_tokens=sink,
             recent_tokens=recent,
             current_tokens=chunk,
@@ -89,7 +93,8 @@ class Workload:
                 itemsize=itemsize,
                 windowed=policy.window_frames is not None,
             ),
-            library_bytes=CUBLAS_BYTES if (itemsize == 2 if on_gpu is None else on_gpu) else 0,
+            on_gpu=itemsize == 2 if on_gpu is None else on_gpu,
+            remade=remade,
         )
 
     def shortened(self, tokens: int) -> Workload:
@@ -101,6 +106,11 @@ class Workload:
     @property
     def bf16_bytes_per_token(self) -> int:
         return self.layers * self.heads * self.head_dim * 2 * 2
+
+    @property
+    def written_tokens(self) -> int:
+        """Of the chunk whose clean passes are encoded; 0 where none is planned."""
+        return self.tokens if self.remade and self.current_tokens else self.current_tokens
 
     @property
     def compressed_tokens(self) -> int:

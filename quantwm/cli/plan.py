@@ -183,6 +183,7 @@ def _of_world(
                 settings.setdefault(name, {})["centroids"] = arguments.centroids
     if arguments.frames is None:
         return _of_window(arguments, spec), settings
+    on_gpu = planned_device(spec.name).type == "cuda"
     # the first latent frame is one video frame, every later one frames_per_latent
     frames = -(-(arguments.frames - 1) // spec.frames_per_latent) + 1
     load = Workload(
@@ -192,7 +193,7 @@ def _of_world(
         tokens=frames * per_frame,
         span_tokens=arguments.span
         or spec.policy.span_tokens * per_frame // spec.cache.tokens_per_frame,
-        chunk_tokens=spec.cache.frames_per_chunk * per_frame,
+        chunk_tokens=(frames if spec.remade else spec.cache.frames_per_chunk) * per_frame,
         sink_tokens=arguments.sink_tokens,
         recent_tokens=arguments.recent_tokens,
         current_tokens=arguments.current_tokens,
@@ -202,6 +203,9 @@ def _of_world(
             arguments.recent_tokens // per_frame,
             arguments.current_tokens // per_frame,
         ),
+        scratch_itemsize=2 if on_gpu else 4,
+        on_gpu=on_gpu,
+        remade=spec.remade,
     )
     return load, settings
 
@@ -209,7 +213,8 @@ def _of_world(
 def _of_window(arguments: argparse.Namespace, spec: WorldSpec) -> Workload:
     """What a lane holds between two chunks with its window full, as its policy says."""
     sized = world_spec(spec.name, _size(arguments.resolution))
-    load = Workload.of_policy(sized.cache, sized.policy)
+    itemsize = 2 if planned_device(spec.name).type == "cuda" else 4
+    load = Workload.of_policy(sized.cache, sized.policy, itemsize=itemsize, remade=spec.remade)
     kept = {f"{part}_tokens": getattr(arguments, f"{part}_tokens") for part in _KEPT}
     span = {} if arguments.span is None else {"span_tokens": arguments.span}
     return replace(load, **span, **{name: count for name, count in kept.items() if count})

@@ -47,6 +47,7 @@ class WorldSpec:
         default_steps: denoising steps by device type ("cpu", "cuda").
         context_frames: latent frames that a start scene provides.
         resolutions: other (width, height) that its weights were trained for.
+        remade: whether its history is chosen and cached anew for every chunk, as one chunk.
     """
 
     name: str
@@ -64,6 +65,7 @@ class WorldSpec:
     default_steps: Mapping[str, int]
     context_frames: int
     resolutions: tuple[tuple[int, int], ...] = ()
+    remade: bool = False
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,7 @@ class Entry:
             default_steps={"cpu": self.step_count, "cuda": self.step_count},
             context_frames=0,
             resolutions=self.resolutions,
+            remade=self.kind == "memory" and not self.appends,
         )
 
 

@@ -72,7 +72,7 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     weights = weights_by_part(entry, item)
     caches, held = {}, {}
     for method, lane in zip(lanes, lanes_for(spec, lanes) if lanes else (), strict=True):
-        planned = plan_lanes(spec.cache, [lane], itemsize=item)
+        planned = plan_lanes(spec.cache, [lane], itemsize=item, remade=spec.remade)
         caches[method] = planned.peak_bytes
         held[method] = sum(m.bytes_total + m.scratch_bytes for m in planned.methods)
     whole, block = transformer_weights(entry.config)
