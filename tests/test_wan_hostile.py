@@ -136,6 +136,14 @@ def test_no_pickle_s_code_is_run(tmp_path: Path, writer: str) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_damaged_pickle_is_one_line(tmp_path: Path) -> None:
+    """A storage's type where one byte made a call of what was a name."""
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02ctorch\nFloatStorage\n)R.")
+        archive.writestr("archive/version", "3\n")
+    assert "is not a whole torch file" in refused(load, tmp_path / "x.pt")
+
+
 def test_an_honest_file_of_an_old_torch_says_what_to_do(tmp_path: Path) -> None:
     weights = upstream_weights(make_model())
     torch.save(weights, tmp_path / "x.pth", _use_new_zipfile_serialization=False)
