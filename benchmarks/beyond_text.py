@@ -75,8 +75,8 @@ def _head(result: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [head, ["-"] * len(head), *rows]
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 # What was wanted.

@@ -10,7 +10,7 @@ SHOWN_SHA = 12  # characters
 
 def as_markdown(document: Mapping[str, Any], rows: Sequence[Sequence[str]]) -> str:
     """A table under a line that says what was measured, on what, with which weights."""
-    lines = [_about(document), "", _line(rows[0]), "|" + "---|" * len(rows[0])]
+    lines = [_about(document), "", _line(rows[0]), "|" + "-|" * len(rows[0])]
     lines += [_line(row) for row in rows[1:]]
     return "\n".join(lines) + "\n"
 
@@ -26,4 +26,4 @@ def _about(document: Mapping[str, Any]) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.strip().replace("|", r"\|") for cell in cells) + " |"
+    return "|" + "|".join(cell.strip().replace("|", r"\|") for cell in cells) + "|"

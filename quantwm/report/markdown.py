@@ -32,8 +32,8 @@ def to_markdown(numbers: Mapping[str, Any], sections: Sequence[Section], command
 
 def _table(table: Table) -> str:
     head, *rows = table.rows
-    lines = [head, ["---"] * len(head), *rows]
-    text = "\n".join("| " + " | ".join(_cell(c) for c in line) + " |" for line in lines)
+    lines = [head, ["-"] * len(head), *rows]
+    text = "\n".join(f"|{'|'.join(map(_cell, line))}|" for line in lines)
     return f"{table.caption}\n\n{text}" if table.caption else text
 
 
