@@ -18,7 +18,6 @@ from tests.small_world import SmallWorld
 
 SPEC = CacheSpec(layers=1, heads=2, head_dim=32, tokens_per_frame=6, frames_per_chunk=3)
 ROPE = RopeLayout((12, 10, 10), (2, 3))
-UNTURNED = replace(ROPE, baked=False)
 SETTINGS: dict[str, dict[str, object]] = {
     "bf16": {},
     "rtn": {"bits": 4, "group_size": 8},

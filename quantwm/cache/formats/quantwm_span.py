@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +25,6 @@ from quantwm.cache.formats.rows import cut_rows, join_rows, part_rows, pick_rows
 from quantwm.cache.pack import CODES_PER_BYTE, pack, unpack_range
 from quantwm.cache.pack import packed_bytes as bytes_of_codes
 from quantwm.cache.unrotation import KeyTurns
-
-
-@runtime_checkable
-class Rebindable(Decode, Protocol):
-    """A decoder that takes other tensors of the same shapes and types, None to let go of one."""
-
-    def rebound(self, parts: Mapping[str, Tensor | None]) -> Decode: ...
 
 
 @dataclass(frozen=True)
