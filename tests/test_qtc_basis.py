@@ -217,6 +217,12 @@ def test_analysis_takes_rounding_of_the_rows_into_account() -> None:
     torch.testing.assert_close(found, coordinates, atol=1e-3, rtol=1e-3)
 
 
+def test_an_indefinite_metric_is_no_end() -> None:
+    """As statistics from a file may be."""
+    basis, _ = qtc_basis.fit_basis(positive_definite(1), None, torch.zeros(2, 32), 64, 16, 6)
+    assert qtc_basis.analysis(basis, positive_definite(2) - 9 * torch.eye(32)).isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["own metric", "later metric", "plain"])
 def test_the_iterated_projection_is_the_projection(kind: str) -> None:
     """What runs on a GPU, products alone, against the factorization."""

@@ -347,9 +347,10 @@ FORMAT_CASES: dict[str, tuple[str, Callable[[File], None], str]] = {
         "qvg-pro", lambda f: f.fill(f.span()["ids"], 4, np.uint8), "ids holds numbers",
     ),
     "qtc widths that no code has": (
-        "qtc",
-        lambda f: f.span()["basis"]["fields"].update(host_widths=[[200]] * 2),
-        "bits of a basis",
+        "qtc", lambda f: f.span()["basis"]["fields"].update(host_widths=[[200]] * 2), "bits of",
+    ),
+    "qtc rows that are too long": (
+        "qtc", lambda f: f.fill(f.span()["basis"]["fields"]["row_scales"], 127, np.uint8), "row_sc",
     ),
     "qtc widths on the device that differ": (
         "qtc", lambda f: f.fill(f.span()["basis"]["fields"]["widths"], 6, np.uint8), "widths holds",
@@ -357,9 +358,8 @@ FORMAT_CASES: dict[str, tuple[str, Callable[[File], None], str]] = {
     "qtc in another rotation": (
         "qtc", lambda f: f.span()["rope"]["fields"].update(theta=2.0), "turned in another way",
     ),
-    "qtc rope that is none": (
-        "qtc", lambda f: f.span()["rope"]["fields"].update(grid=[0, 3]), "grid",
-    ),
+    "qtc rope that is none":
+        ("qtc", lambda f: f.span()["rope"]["fields"].update(grid=[0, 3]), "grid"),
     "qtc positions of other tokens": (
         "qtc", lambda f: f.span()["positions"]["fields"].update(count=1), "positions that are not",
     ),

@@ -285,12 +285,16 @@ def basis_tensors(basis: Basis, place: Place) -> list[Wanted]:
     flat = [width for widths in basis.host_widths for width in widths]
     return [
         Wanted("rows", basis.rows, _I8, (heads, rows, dim)),
-        Wanted("row_scales", basis.row_scales, _BF16, (heads, rows)),
+        Wanted("row_scales", basis.row_scales, _BF16, (heads, rows), _rows_finite),
         Wanted("mean", basis.mean, _BF16, (heads, dim)),
         Wanted(
             "widths", basis.widths, _U8, (heads, blocks), lambda t: t.flatten().tolist() == flat
         ),
     ]
+
+
+def _rows_finite(scales: Tensor) -> bool:
+    return bool((scales.float() * 127).isfinite().all())
 
 
 def position_tensors(positions: TokenPositions, place: Place) -> list[Wanted]:

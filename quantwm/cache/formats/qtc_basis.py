@@ -171,8 +171,12 @@ def analysis(basis: Basis, metric: Tensor | None) -> Tensor:
     scale = gram.diagonal(dim1=-2, dim2=-1).clamp(min=1e-60).rsqrt()
     normal = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     eye = torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
-    factor = torch.linalg.cholesky(normal + 1e-9 * eye)
-    solved = torch.cholesky_solve((weighted * scale.unsqueeze(-2)).transpose(-1, -2), factor)
+    factor, failed = torch.linalg.cholesky_ex(normal + 1e-9 * eye)
+    target = (weighted * scale.unsqueeze(-2)).transpose(-1, -2)
+    if failed.any():  # a metric from a file may be indefinite
+        solved = torch.linalg.pinv(normal, hermitian=True) @ target
+    else:
+        solved = torch.cholesky_solve(target, factor)
     return (solved * scale.unsqueeze(-1)).transpose(-1, -2).float().contiguous()
 
 
