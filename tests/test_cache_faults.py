@@ -160,11 +160,17 @@ CALLS: dict[str, Callable[[KVCache], object]] = {
     "evict": lambda cache: cache.evict(3),  # inside a chunk, so that spans are cut
     "history": lambda cache: cache.history(0),
     "fork": lambda cache: cache.fork(),
+    "reset": lambda cache: cache.reset(),
 }
 
 
-@pytest.mark.parametrize("name", ["bf16", "kivi", "qvg", "quantwm"])
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        *((call, name) for call in ("evict", "history", "fork") for name in FORMATS),
+        ("reset", "qtc"),
+    ],
+)
 def test_other_calls_leave_the_cache_and_its_companions(
     call: str, name: str, tmp_path: Path
 ) -> None:

@@ -71,7 +71,7 @@ class Held:
                 f"{fmt.name} keeps keys as they come: this world does not say how positions are in "
                 "them"
             )
-        self.reset()
+        self._begin()
 
     # What is held.
 
@@ -155,8 +155,20 @@ class Held:
         for companion in self._companions.values():
             companion.clear()
 
+    @saying_what_fits
     def reset(self) -> None:
         """Empty, as newly made; an open chunk is forgotten. The same input gives the same bytes."""
+        self._begin()
+
+    def _begin(self) -> None:
+        slots = self.spec.layers * len(self.spec.streams)
+        shape = (slots, self.spec.heads, self.spec.head_dim)
+        compact = getattr(self.fmt, "compact_statistics", False)
+        # All that memory can fail for comes first.
+        statistics, learner = QueryStatistics(*shape, self.device, compact), None
+        if isinstance(self.fmt, Learns):
+            window, frame = self.policy.window_frames, self.spec.tokens_per_frame
+            learner = self.fmt.learner(*shape, self.spec.rope, window, frame, self.device)
         for companion in self._companions.values():
             companion.reset()
         if self._open is not None:
@@ -169,14 +181,8 @@ class Held:
         self._origin: int | None = None
         self._next_frame: int | None = None
         self._generator.manual_seed(self.seed)
-        slots = self.spec.layers * len(self.spec.streams)
-        shape = (slots, self.spec.heads, self.spec.head_dim)
-        compact = getattr(self.fmt, "compact_statistics", False)
-        self._statistics = QueryStatistics(*shape, self.device, compact)
-        self._learner: Learner | None = None
-        if isinstance(self.fmt, Learns):
-            window, frame = self.policy.window_frames, self.spec.tokens_per_frame
-            self._learner = self.fmt.learner(*shape, self.spec.rope, window, frame, self.device)
+        self._statistics = statistics
+        self._learner: Learner | None = learner
 
     @saying_what_fits
     def fork(self) -> Self:
