@@ -97,18 +97,18 @@ def launch_rows(
     flags: tuple[int, int], scale: float,
 ) -> None:  # fmt: skip
     """flags: whether these are the first and the last pieces. scale: with log2(e) in it."""
-    heads, queries, dim = q.shape
+    heads, queries, _ = q.shape
     aligned = [tuple(_aligned(side) for side in piece[:2]) for piece in pieces]  # live till then
     rows = [_row(*sides, *piece[2:]) for sides, piece in zip(aligned, pieces, strict=True)]
     # Pinned: a copy from pageable memory would wait for all that is queued.
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=q.is_cuda)
     table = table.to(q.device, non_blocking=True)
     names = ("K_KIND", "V_KIND", "K_GROUP", "V_GROUP", "RANK")
-    constants = {"D": dim, **dict(zip(names, kind, strict=True)), **tuning.FLASH_HOPPER}
+    constants = {**dict(zip(names, kind, strict=True)), **tuning.FLASH_HOPPER}
     args = (
         q, q.stride(0), q.stride(1), out, *state, table, len(rows), queries, *flags, scale,
     )  # fmt: skip
-    launch(kernel_on(q.device), (triton.cdiv(queries, 128), heads), args, constants)
+    launch(kernel_on(q.device), (triton.cdiv(queries, 192), heads), args, constants)
 
 
 def _aligned(side: Side) -> Side:

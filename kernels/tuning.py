@@ -149,10 +149,7 @@ FLASH_PACKED = {
 """One stage: a gathered centroid is loaded through the multiprocessor's cache, in which a head's 64
 KB of them stay; an asynchronous copy of it goes past that cache. Of qvg alone 64, 128, 4 warps take
 11.7 ms, with 504 bytes of a thread on the stack; of quantwm 18.1."""
-FLASH_HOPPER = {
-    "BLOCK_N": 64, "STAGES": 2, "CONSUMER_REGS": 152, "PRODUCER_REGS": 104, "num_warps": 4,
-}  # fmt: skip
-"""Registers of a thread: 128 threads of each of two consumers and two producers take all 65,536."""
+FLASH_HOPPER = {"STAGES": 2, "num_warps": 4}
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 3, COMPILED),
