@@ -288,8 +288,7 @@ def prepare_qvg(
     )  # fmt: skip
     constants = {
         "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "STEP": row.block_k,
-        "PACKED": tuning.dot_mode(codes)[0] == torch.bfloat16, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "PACKED": tuning.dot_mode(codes)[0] == torch.bfloat16, **row.options,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_ternary_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)
@@ -331,8 +330,7 @@ def prepare_quantwm(
     constants = {
         "D": dim, "GROUP": group_size, "RANK": rank,
         "RANK_PAD": max(16, triton.next_power_of_2(rank)), "BLOCK_N": row.block_n,
-        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "STEP": step, "DOT_DTYPE": tuning.dot_mode(codes)[1], **row.options,
     }  # fmt: skip
     registers = row.registers or (WIDE_RANK_REGISTERS if rank > 16 else 0)
     if registers:

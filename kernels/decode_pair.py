@@ -119,8 +119,7 @@ def launch_constants(decode: Decoder, out: Tensor, long: bool) -> Constants:
     constants = {
         "D": dim, "GROUP": group, "RANK": rank, "RANK_PAD": own["RANK_PAD"],
         "BLOCK_N": row.block_n, "WIDTH": max(tuning.DECODE_PSAC[dim].block_k, group),
-        "STEP": row.block_k, "DOT_DTYPE": own["DOT_DTYPE"], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "STEP": row.block_k, "DOT_DTYPE": own["DOT_DTYPE"], **row.options,
     }  # fmt: skip
     registers = row.registers
     if rank and (out.element_size() == 4 or rank > 16 or group < 64):

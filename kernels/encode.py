@@ -212,10 +212,7 @@ def encode_qvg(x: Tensor, ids: Tensor, centroids: Tensor, group_size: int) -> tu
     args = (
         x, x.stride(0), x.stride(1), ids, centroids, words, scales, tokens, centroids.shape[1],
     )  # fmt: skip
-    constants = {
-        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
-    }  # fmt: skip
+    constants = {"D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, **row.options}
     launch(encode_ternary_kernel, (-(-tokens // row.block_n), heads), args, constants)
     return words.view(torch.uint8), scales.view(torch.float8_e4m3fn)
 
@@ -253,10 +250,7 @@ def encode_quantwm(
     grid = (-(-tokens // row.block_n), heads)
     shared = (x, x.stride(0), x.stride(1), ids, centroids, largest)
     sizes = (tokens, centroids.shape[1], float(clip))
-    options = {
-        "D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
-    }  # fmt: skip
+    options = {"D": dim, "GROUP": group_size, "BLOCK_N": row.block_n, **row.options}
     launch(largest_scale_kernel, grid, (*shared, *sizes), options)
     args = (
         *shared, basis, eigenvalues, words, scales, secondary, zeros, coefficients, row_scales,

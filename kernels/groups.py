@@ -219,10 +219,7 @@ def _check(x: Tensor, group_size: int, bits: int) -> tuple[int, int, int]:
 
 
 def _constants(row: tuning.Launch, **sizes: int) -> dict[str, object]:
-    return {
-        **sizes, "num_warps": row.num_warps, "num_stages": row.num_stages,
-        "enable_fp_fusion": False,
-    }  # fmt: skip
+    return {**sizes, **row.options}
 
 
 def encode_token_groups(x: Tensor, group_size: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -267,8 +267,7 @@ def encode_qtc(
     constants = turning.constants() | {
         "D": dim, "NB": blocks, "FIRST": first, "WORDS": words, "BLOCK_N": row.block_n,
         "REST": triton.next_power_of_2(rest) if rest else 0,
-        "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "DOT_DTYPE": tuning.dot_mode(x)[1], **row.options,
     }  # fmt: skip
     if row.registers:
         constants["maxnreg"] = row.registers

@@ -96,10 +96,7 @@ def residual(x: Tensor, ids: Tensor, centroids: Tensor, into: Tensor | None = No
     checks.packed("into", out, torch.bfloat16, (heads, tokens, dim))
     checks.together(x, out)
     args = (x, x.stride(0), x.stride(1), ids, centroids, out, tokens, centroids.shape[1])
-    constants = {
-        "D": dim, "BLOCK_N": row.block_n, "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
-    }  # fmt: skip
+    constants = {"D": dim, "BLOCK_N": row.block_n, **row.options}
     launch(residual_kernel, (triton.cdiv(tokens, row.block_n), heads), args, constants)
     return out
 
@@ -125,7 +122,7 @@ def prepare_stages(
     )  # fmt: skip
     constants = {
         "D": dim, "GROUP": group_size, "STAGES": stages, "BLOCK_N": row.block_n,
-        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": False,
+        **row.options,
     }  # fmt: skip
     prepared = PreparedLaunch(decode_stages_kernel, fixed, constants)
     return Decoder(prepared, (heads, tokens, dim), codes.device, row.block_n)

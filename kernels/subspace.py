@@ -189,7 +189,7 @@ def leading(
     constants = {
         "D": dim, "B": block, "RANK": rank, "KNOWN": known, "BLOCK_K": row.block_k,
         "SWEEPS": sweeps, "RESTART": restart, "TINY": tiny, "EXPLAINED": explained,
-        "num_warps": row.num_warps, "num_stages": row.num_stages, "enable_fp_fusion": False,
+        **row.options,
     }  # fmt: skip
     launch(leading_kernel, (problems, 1), args, constants)
     return vectors, values

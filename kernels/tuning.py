@@ -23,6 +23,13 @@ class Launch:
     note: str
     registers: int = 0  # a thread's at most, so that two programs share a multiprocessor; 0 for any
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch; products and sums are rounded apart, as in the reference."""
+        return {
+            "num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": False,
+        }  # fmt: skip
+
 
 COMPILED = "2026-11-29, compiles for sm_90 without spills; not yet timed"
 TIMED = "2026-11-29, H200 shared with a training, 40 x 4,680 x 128, 256 centroids: "
