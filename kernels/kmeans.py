@@ -2,7 +2,7 @@
 
 Floors, 40 x 4,680 x 128 with 256 centroids on an H200 (989 TFLOP/s BF16 by its datasheet): a dot
 of all tokens with all centroids is 12.3 GFLOP, 12 us; assignment to float32 means takes two, for
-their two BF16 parts. Reached: assign 0.076 ms, 33%; update 0.079 ms with the means, 16%.
+their two BF16 parts. Reached: assign 0.076 ms, 33%; update not yet timed.
 """
 
 from __future__ import annotations
@@ -146,6 +146,43 @@ def assign_kernel(
     tl.store(ids_ptr + head * n_tokens + offs_n, i0.to(tl.uint8), mask=valid_n)
 
 
+@triton.jit
+def _ids(ids_base, rows, end):
+    """Ids of tokens as int32, -1 from the end on.
+
+    Asked for twice: of fewer loads than threads every thread makes all that its rows need.
+    """
+    twice = rows[None, :] + tl.zeros((2, 1), tl.int32)
+    ids = tl.load(ids_base + twice, mask=twice < end, other=0).to(tl.int32)
+    return tl.max(tl.where(twice < end, ids, -1), axis=0)
+
+
+@triton.jit
+def _one_hot(ids, offs_k, DOT_DTYPE: tl.constexpr):
+    """2^-7 where a row's id is the column's, else 0.
+
+    So BF16 reads the 1.0 of a comparison of float16, two an instruction; selects were five each.
+    """
+    if tl.bfloat16 == DOT_DTYPE:
+        ids, offs_k = ids.to(tl.float16), offs_k.to(tl.float16)
+        member = tl.inline_asm_elementwise(
+            asm="set.eq.f16x2.f16x2 $0, $1, $2;", constraints="=r,r,r",
+            args=[ids[:, None], offs_k[None, :]], dtype=tl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        member = tl.where(ids[:, None] == offs_k[None, :], 0.0078125, 0.0)
+    return member
+
+
+@triton.jit
+def _store_means(out_ptr, centroids_ptr, place, valid_k, sums, counts):
+    """Means of the clusters; an empty one keeps its centroid."""
+    old = tl.load(centroids_ptr + place, mask=valid_k[:, None], other=0.0).to(tl.float32)
+    mean = tl.div_rn(sums, tl.maximum(counts, 1.0)[:, None])
+    new = tl.where(counts[:, None] > 0, mean, old)
+    tl.store(out_ptr + place, new, mask=valid_k[:, None])
+
+
 @triton.jit(do_not_specialize=["n_tokens"])
 def update_kernel(
     x_ptr, x_stride_h, x_stride_n, ids_ptr, centroids_ptr, out_ptr, sums_ptr, counts_ptr,
@@ -157,39 +194,39 @@ def update_kernel(
     """Sums of each cluster's tokens, or with one split their means.
 
     Grid (SPLITS * ceil(K / BLOCK_K), heads): each program walks its part of a head's tokens in
-    order and adds one_hot(ids) @ x on the tensor cores; the members are counted by one more dot,
-    with ones. One owner per centroid and split, no atomics, no sort: the same bits every time.
-    One-hot rows are exact in BF16, so only the float32 sums round.
+    order and adds x^T @ one_hot(ids) on the tensor cores, both from shared memory: with one-hot
+    rows in registers every wgmma waited for the one before. One owner per centroid and split, no
+    sort: the same bits every time. One-hot is exact in BF16, only sums round.
     """
     head = tl.program_id(1).to(tl.int64)
     tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     offs_k = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    offs_d = tl.arange(0, D)
-    sums = tl.zeros((BLOCK_K, D), tl.float32)
-    members = tl.zeros((BLOCK_K, 16), tl.float32)
-    ones = tl.full((BLOCK_N, 16), 1.0, tl.float32).to(DOT_DTYPE)
-    x_base = x_ptr + head * x_stride_h + offs_d[None, :]
+    offs_d, offs_n = tl.arange(0, D), tl.arange(0, BLOCK_N)
+    x_ptr += head * x_stride_h
+    offs_x = offs_n.to(tl.int64)[:, None] * x_stride_n + offs_d[None, :]
     ids_base = ids_ptr + head * n_tokens
-    part = (n_tokens + SPLITS * BLOCK_N - 1) // (SPLITS * BLOCK_N) * BLOCK_N
-    for start in range(split * part, tl.minimum(n_tokens, (split + 1) * part), BLOCK_N):
-        rows = start + tl.arange(0, BLOCK_N)
-        valid = rows < n_tokens
-        ids = tl.load(ids_base + rows, mask=valid, other=0).to(tl.int32)
-        ids = tl.where(valid, ids, -1)
-        x_ptrs = x_base + rows.to(tl.int64)[:, None] * x_stride_n
-        x = as_operand(tl.load(x_ptrs, mask=valid[:, None], other=0.0), DOT_DTYPE)
-        member = (ids[None, :] == offs_k[:, None]).to(tl.float32).to(DOT_DTYPE)
-        sums = tl.dot(member, x, sums, input_precision="ieee")
-        members = tl.dot(member, ones, members, input_precision="ieee")
-    counts = tl.max(members, axis=1)
+    part = tl.cdiv(n_tokens, SPLITS * BLOCK_N) * BLOCK_N
+    begin, end = split * part, tl.minimum(n_tokens, (split + 1) * part)
+    members = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(begin, end, 1024):
+        ids = _ids(ids_base, start + tl.arange(0, 1024), end) - tile * BLOCK_K
+        members += tl.histogram(ids, BLOCK_K, mask=(ids >= 0) & (ids < BLOCK_K))
+    sums = tl.zeros((D, BLOCK_K), tl.float32)
+    ahead = _ids(ids_base, begin + offs_n, end)
+    for start in range(begin, end, BLOCK_N):
+        ids = ahead
+        ahead = _ids(ids_base, start + BLOCK_N + offs_n, end)
+        x_ptrs = x_ptr + tl.cast(start, tl.int64) * x_stride_n + offs_x
+        x = tl.load(x_ptrs, mask=offs_n[:, None] < n_tokens - start, other=0.0)
+        x = as_operand(x, DOT_DTYPE)
+        member = _one_hot(ids, offs_k, DOT_DTYPE)
+        sums = tl.dot(tl.trans(x), member, sums, input_precision="ieee")
+    sums, counts = tl.trans(sums) * 128.0, members.to(tl.float32)
     valid_k = offs_k < K
     place = offs_k[:, None] * D + offs_d[None, :]
     if SPLITS == 1:
-        old_ptrs = centroids_ptr + head * K * D + place
-        old = tl.load(old_ptrs, mask=valid_k[:, None], other=0.0).to(tl.float32)
-        mean = tl.div_rn(sums, tl.maximum(counts, 1.0)[:, None])
-        new = tl.where(counts[:, None] > 0, mean, old)
-        tl.store(out_ptr + head * K * D + place, new, mask=valid_k[:, None])
+        at = head * K * D
+        _store_means(out_ptr + at, centroids_ptr + at, place, valid_k, sums, counts)
     else:
         at = head * SPLITS + split
         tl.store(sums_ptr + at * K * D + place, sums, mask=valid_k[:, None])
@@ -202,8 +239,7 @@ def means_kernel(
     K,  # runtime: only in masks and addresses
     D: tl.constexpr, SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Means of the clusters from the splits' sums, in their order; an empty cluster keeps its
-    centroid. Grid (ceil(K / BLOCK_K), heads)."""
+    """Means from the splits' sums, in their order. Grid (ceil(K / BLOCK_K), heads)."""
     head = tl.program_id(1).to(tl.int64)
     offs_k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     valid_k = offs_k < K
@@ -214,11 +250,8 @@ def means_kernel(
         at = head * SPLITS + split
         sums += tl.load(sums_ptr + at * K * D + place, mask=valid_k[:, None], other=0.0)
         counts += tl.load(counts_ptr + at * K + offs_k, mask=valid_k, other=0.0)
-    old_ptrs = centroids_ptr + head * K * D + place
-    old = tl.load(old_ptrs, mask=valid_k[:, None], other=0.0).to(tl.float32)
-    mean = tl.div_rn(sums, tl.maximum(counts, 1.0)[:, None])
-    new = tl.where(counts[:, None] > 0, mean, old)
-    tl.store(out_ptr + head * K * D + place, new, mask=valid_k[:, None])
+    at = head * K * D
+    _store_means(out_ptr + at, centroids_ptr + at, place, valid_k, sums, counts)
 
 
 def _prepare(
@@ -238,8 +271,7 @@ def _prepare(
     args = (centroids, weights, operands, norms, count)
     constants = {
         "D": dim, "K_PAD": padded, "BLOCK_K": small.block_k, "WEIGHTED": weights is not None,
-        "PARTS": parts, "num_warps": small.num_warps, "num_stages": small.num_stages,
-        "enable_fp_fusion": False,
+        "PARTS": parts, **small.options,
     }  # fmt: skip
     launch(prepare_kernel, (padded // small.block_k, heads), args, constants)
     return operands, norms
@@ -247,11 +279,9 @@ def _prepare(
 
 def _check(x: Tensor, centroids: Tensor) -> None:
     checks.rows("x", x)
-    heads, _, dim = x.shape
-    checks.geometry(dim, centroids=centroids.shape[1])
-    checks.packed(
-        "centroids", centroids, (torch.float32, torch.bfloat16), (heads, centroids.shape[1], dim)
-    )
+    (heads, _, dim), count = x.shape, centroids.shape[1]
+    checks.geometry(dim, centroids=count)
+    checks.packed("centroids", centroids, (torch.float32, torch.bfloat16), (heads, count, dim))
     if x.is_cuda and x.dtype != torch.bfloat16:
         raise ValueError(f"no kernel: x must be bfloat16 on a GPU, got {x.dtype}")
 
@@ -270,8 +300,7 @@ def _assign(
     constants = {
         "D": dim, "GROUP": group_size, "K_PAD": operands.shape[2], "PARTS": operands.shape[1],
         "CANDIDATES": candidates, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
-        "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "DOT_DTYPE": tuning.dot_mode(x)[1], **row.options,
     }  # fmt: skip
     launch(assign_kernel, (-(-tokens // row.block_n), heads), args, constants)
     return ids
@@ -322,17 +351,13 @@ def update(x: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
     args = (x, x.stride(0), x.stride(1), ids, centroids, out, sums, counts, tokens, count)
     constants = {
         "D": dim, "SPLITS": splits, "BLOCK_N": row.block_n, "BLOCK_K": row.block_k,
-        "DOT_DTYPE": tuning.dot_mode(x)[1], "num_warps": row.num_warps,
-        "num_stages": row.num_stages, "enable_fp_fusion": False,
+        "DOT_DTYPE": tuning.dot_mode(x)[1], **row.options,
     }  # fmt: skip
     grid = (splits * -(-count // row.block_k), heads)
     launch(update_kernel, grid, args, constants)
     if splits > 1:
         row = tuning.MEANS[dim]
-        constants = {
-            "D": dim, "SPLITS": splits, "BLOCK_K": row.block_k, "num_warps": row.num_warps,
-            "num_stages": row.num_stages, "enable_fp_fusion": False,
-        }  # fmt: skip
+        constants = {"D": dim, "SPLITS": splits, "BLOCK_K": row.block_k, **row.options}
         args = (sums, counts, centroids, out, count)
         launch(means_kernel, (-(-count // row.block_k), heads), args, constants)
     return out

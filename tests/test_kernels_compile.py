@@ -97,9 +97,7 @@ def test_every_launch_row_compiles(
     for launched in {describe(launched): launched for launched in launches}.values():
         compiled, used = compile_launch(launched)
         label = describe(launched)
-        # 8 bytes outside the loop of the row that is the fastest on an H200 all the same.
-        allowed = 16 if launched.kernel.__name__ == "update_kernel" else 0
-        assert used["STACK"] <= allowed and not used["LOCAL"], f"spills: {used} {label}"
+        assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used} {label}"
         assert used["REG"] <= REGISTER_LIMIT, label
         assert compiled.metadata.shared <= SHARED_LIMIT, label
         if has_dot(launched):
