@@ -2,7 +2,7 @@
 
 Floors, 40 x 4,680 x 128 with 256 centroids on an H200 (989 TFLOP/s BF16 by its datasheet): a dot
 of all tokens with all centroids is 12.3 GFLOP, 12 us; assignment to float32 means takes two, for
-their two BF16 parts. Reached: assign 0.076 ms, 33%; update not yet timed.
+their two BF16 parts. Reached: assign 0.076 ms, 33%; update 0.063 ms with the means, 20%.
 """
 
 from __future__ import annotations
