@@ -71,7 +71,7 @@ def limit_history(policy: CachePolicy, spec: CacheSpec, max_tokens: int | None) 
         where = ", as kept on a CPU," if max_tokens == CPU_MAX_TOKENS else ""
         raise UserError(
             f"a history of {max_tokens:,} tokens{where} is too short: this world needs at least "
-            f"{least * spec.tokens_per_frame:,} ({least} latent frames)"
+            f"{least * spec.tokens_per_frame:,} ({least} latent frames; --max-tokens)"
         )
     if policy.window_frames is not None:
         frames = min(frames, policy.window_frames)
