@@ -25,7 +25,7 @@ from kernels.decode_tile import (
     widened,
     words_of_step,
 )
-from kernels.tile import e4m3_value
+from kernels.tile import e4m3_value, of_target
 
 PART = tl.constexpr(64)
 """Channels of a row that are one access: 128 bytes of what is written."""
@@ -53,7 +53,7 @@ def _ternary_values(words, scale, means, PACKED: tl.constexpr, ASM: tl.constexpr
         # $1 is of the even one of two channels: its code in bits 0, 1, its neighbour's in 16, 17.
         apart = (half | (half << 14)) >> (channel % 8 * 2)
         values = tl.inline_asm_elementwise(
-            asm=_TERNARY_ASM, constraints="=r,r,r,r,r",
+            asm=of_target(_TERNARY_ASM), constraints="=r,r,r,r,r",
             args=[apart, spread(scale.to(tl.bfloat16)), means],
             dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from kernels.tile import (
     channels_of,
     code_words,
     e4m3_value,
+    of_target,
     of_words,
     scale_bytes,
     word_levels,
@@ -31,9 +32,10 @@ from kernels.tile import (
 # loaded 16 bytes at a time, which the launcher sees to.
 _LEVELS_ASM = tl.constexpr("""
 {
-    .reg .b32 a;
+    .reg .b32 a, b;
     lop3.b32 a, $1, 0x00030003, 0x43004300, 0xEA;
-    sub.rn.bf16x2 a, a, $3;
+    mov.b32 b, $3;
+    sub.rn.bf16x2 a, a, b;
     fma.rn.bf16x2 $0, a, $4, $5;
 }
 """)
@@ -91,7 +93,7 @@ def _packed_tile(
     scale, zero = of_words(scale, D, GROUP), of_words(zero, D, GROUP)
     if PACKED_MATH:
         values = tl.inline_asm_elementwise(
-            asm=_LEVELS_ASM,
+            asm=of_target(_LEVELS_ASM),
             constraints="=r,r,r,r,r,r",
             args=[
                 _apart(words),

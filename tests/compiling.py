@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 from sass import listing, unwritten_reads  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+from triton.language import target_info  # noqa: E402
 
 from kernels import tuning  # noqa: E402
 
@@ -78,7 +79,7 @@ def note(monkeypatch: pytest.MonkeyPatch, noted: list[Launched], *modules: Modul
             monkeypatch.setattr(module, name, Recorder(getattr(module, name), noted))
 
 
-def compile_launch(launched: Launched) -> tuple[Any, dict[str, int]]:
+def compile_launch(launched: Launched, arch: int = 90) -> tuple[Any, dict[str, int]]:
     """The compiled kernel as the runtime would specialise it, and ptxas' resource usage."""
     kernel, options = launched.kernel, {}
     signature: dict[str, str] = {}
@@ -104,7 +105,11 @@ def compile_launch(launched: Launched) -> tuple[Any, dict[str, int]]:
                 attributes[place] = [["tt.divisibility", 16]]
     signature = {name: signature[name] for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    target = GPUTarget("cuda", arch, 32)
+    with pytest.MonkeyPatch.context() as patch:
+        active = SimpleNamespace(get_current_target=lambda: target)
+        patch.setattr(target_info, "driver", SimpleNamespace(active=active))
+        compiled = triton.compile(source, target=target, options=options)
     if "wgmma" in compiled.asm["ptx"]:
         lost = unwritten_reads(listing(cubin_of(compiled)))
         assert not lost, f"reads what nothing wrote: {lost} {describe(launched)}"
