@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.file is not None:
         settings = {"chunk": options.chunk, "span": options.span, "settings": {}}
         found = study(load_tensors(options.file), methods, device=device, **settings)
-        result["file"] = {"name": options.file.name, "rows": [vars(row) for row in found]}
+        result["file"] = {"name": options.file.name, "rows": [asdict(row) for row in found]}
     if options.world != "none":
         world = load_world(options.world, device)
         result["world"] = _world(world, methods, options)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import __main__ as program
-from benchmarks import agreement, cache, chunk, codec, frames, memory
+from benchmarks import agreement, cache, chunk, codebooks, codec, frames, memory
 from benchmarks.guards import guarded_allocations
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.timing import measure_in_turn
 from quantwm.errors import UserError
+from tests.test_study import make_tensors, write
 
 
 def run_program(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[int, list[str]]:
@@ -54,6 +56,19 @@ def test_codec_prints_nothing_when_the_check_fails(monkeypatch: pytest.MonkeyPat
     options = parser.parse_args(["--device", "cpu", "--heads", "1", "--tokens", "8"])
     with pytest.raises(agreement.Disagreement):
         codec.run(options)
+
+
+def test_codebooks_of_a_file_end_with_one_json_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(codebooks, "NATIVE", ())
+    file = write(tmp_path / "a.safetensors", make_tensors())
+    words = (
+        f"codebooks --file {file} --world none --chunk 8 --span 16 --methods bf16,rtn:group_size=8"
+    )
+    status, lines = run_program(monkeypatch, capsys, *words.split())
+    rows = json.loads(lines[-1])["file"]["rows"]
+    assert status == 0 and [row["method"] for row in rows] == ["bf16", "rtn:group_size=8"]
 
 
 def test_frames_splits_the_time(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
