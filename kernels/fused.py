@@ -210,7 +210,9 @@ def _launch(
     if k_kind == INT8:
         table = tuning.FLASH_INT8
     else:
-        table = tuning.FLASH if k_kind == v_kind == PLAIN else tuning.FLASH_PACKED
+        small = tuning.shared_bytes(q.device) < 132 * 1024
+        packed = tuning.FLASH_PACKED_SMALL if small else tuning.FLASH_PACKED
+        table = tuning.FLASH if k_kind == v_kind == PLAIN else packed
     row, chunks = table[dim], len(keys.chunk_stops or values.chunk_stops)
     counts = [1 if s.centroids is None else s.centroids.shape[1] for s in (keys, values)]
     groups = [dim if s.kind == "plain" else dim // s.scales.shape[2] for s in (keys, values)]

@@ -1,15 +1,18 @@
 """Fixed launch tables: no autotune, so nothing recompiles or re-times as history grows.
 
-Every row compiles for sm_90 without spills and within 227 KB of shared memory; `note` gives the
-date and what it was chosen by. `python -m benchmarks tune` times the rows worth trying.
+Every row compiles for sm_90 without spills and within 227 KB of shared memory, and for sm_80, 86,
+89, 100 and 120, where nothing was run and some rows spill; `note` gives the date and what it was
+chosen by. `python -m benchmarks tune` times the rows worth trying.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton.language as tl
+from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -156,11 +159,21 @@ FLASH_PACKED = {
 """One stage: a gathered centroid is loaded through the multiprocessor's cache, in which a head's 64
 KB of them stay; an asynchronous copy of it goes past that cache. Of qvg alone 64, 128, 4 warps take
 11.7 ms, with 504 bytes of a thread on the stack; of quantwm 18.1."""
+FLASH_PACKED_SMALL = FLASH_PACKED | {128: Launch(64, 128, 8, 1, COMPILED)}
+"""In 68 KB of shared memory in place of 132: capability 8.6, 8.9 and 12.0 have 99."""
 FLASH_HOPPER = {"STAGES": 2, "num_warps": 4}
 FLASH_INT8 = {
     64: Launch(128, 128, 8, 3, COMPILED),
     128: Launch(64, 128, 8, 3, COMPILED),
 }
+
+
+@lru_cache(maxsize=8)
+def shared_bytes(device: torch.device) -> int:
+    """Of shared memory that a block may have, as Triton counts it; on a CPU a Hopper's."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
 
 
 def dot_mode(x: torch.Tensor) -> tuple[torch.dtype, tl.dtype]:
