@@ -6,7 +6,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,7 +30,6 @@ TYPES = {
     torch.int8: "*i8", torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
 }  # fmt: skip
 SHARED_LIMIT = 227 * 1024  # bytes a block may have on sm_90
-REGISTER_LIMIT = 255
 
 
 @dataclass
@@ -128,6 +127,17 @@ def resources(compiled: Any) -> dict[str, int]:
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     return {key: int(value) for key, value in re.findall(r"([A-Z]+):(\d+)", text)}
+
+
+def compiled_rows(
+    launches: Iterable[Launched],
+) -> Iterator[tuple[Launched, Any, dict[str, int], str]]:
+    """Each different launch, what compile_launch gives, and both in words; all fit in a block."""
+    for launched in {describe(launched): launched for launched in launches}.values():
+        compiled, used = compile_launch(launched)
+        label = f"{used} {describe(launched)}"
+        assert used["LOCAL"] == 0 and compiled.metadata.shared <= SHARED_LIMIT, label
+        yield launched, compiled, used, label
 
 
 def describe(launched: Launched) -> str:

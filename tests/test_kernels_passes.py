@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import Launched, compile_launch, describe, record
+from compiling import Launched, compiled_rows, record
 from interpreter import INTERPRETABLE, passes_interpreted
 
 from benchmarks.passes import SIZES, pairs
@@ -31,10 +31,8 @@ def test_every_launch_compiles_without_spills(launches: list[Launched], size: st
     for kernel, _ in pairs(SIZES[size], "cpu").values():
         kernel()
     assert len({launched.kernel.__name__ for launched in launches}) == 5
-    for launched in {describe(launched): launched for launched in launches}.values():
-        compiled, used = compile_launch(launched)
-        assert used["STACK"] == used["LOCAL"] == 0, f"spills: {used} {describe(launched)}"
-        assert compiled.metadata.shared <= 16 * 1024, describe(launched)
+    for _, compiled, used, label in compiled_rows(launches):
+        assert used["STACK"] == 0 and compiled.metadata.shared <= 16 * 1024, label
 
 
 def test_lengths_are_not_specialised() -> None:
