@@ -162,6 +162,7 @@ def test_nan_is_refused_in_keys_values_and_queries() -> None:
         ({"key_width": 7}, "key_width"),
         ({"horizon_frames": 0}, "horizon_frames"),
         ({"basis_after": 0.0}, "basis_after"),
+        ({"basis_after": float("inf")}, "basis_after"),
         ({"preset": "huge"}, "preset"),
     ],
 )

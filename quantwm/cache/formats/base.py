@@ -298,5 +298,5 @@ def check_clustering(centroids: int, group_size: int, iterations: int) -> None:
         raise UserError(f"centroids must be 1 to {MAX_CENTROIDS}, got {centroids}")
     if group_size < 4 or group_size % 4:
         raise UserError(f"group_size must be a positive multiple of 4, got {group_size}")
-    if iterations < 0:
-        raise UserError(f"iterations must be 0 or more, got {iterations}")
+    if not 0 <= iterations <= 1000:
+        raise UserError(f"iterations must be 0 to 1,000, got {iterations}")

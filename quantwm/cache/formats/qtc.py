@@ -100,8 +100,8 @@ class QtcConfig:
                 )
         if not 1 <= self.plain_bits <= MAX_WIDTH:
             raise UserError(f"plain_bits must be 1 to {MAX_WIDTH}, got {self.plain_bits}")
-        if not self.basis_after > 0:
-            raise UserError(f"basis_after must be above 0, got {self.basis_after}")
+        if not 0 < self.basis_after < math.inf:
+            raise UserError(f"basis_after must be finite and above 0, got {self.basis_after}")
         if self.horizon_frames < 1:
             raise UserError(f"horizon_frames must be at least 1, got {self.horizon_frames}")
 
