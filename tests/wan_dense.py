@@ -66,7 +66,7 @@ def wave(values: Tensor, dim: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], 1)
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
     """x [..., N, D]; positions [N, D / 2] already times their rates."""
     out = x.clone()
     even, odd = x[..., 0::2], x[..., 1::2]
