@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from quantwm.worlds.wan.umt5 import (
     Umt5Encoder,
     clean_prompt,
     load_umt5,
+    tokenize,
 )
 
 UMT5 = Umt5Config(
@@ -143,6 +145,18 @@ def test_clip_loads_the_original_file_and_leaves_the_text_tower_out(tmp_path: Pa
         assert torch.equal(tensor, weights[name])
     rows = own.encode(torch.rand(3, 50, 70) * 2 - 1)
     assert rows.shape == (5, 160)
+
+
+def test_an_encoder_or_tokenizer_that_contradicts_itself_is_one_line(tmp_path: Path) -> None:
+    odd = Umt5Encoder(replace(UMT5, heads=UMT5.attention_width - 1))
+    save_file(dict(odd.state_dict()), tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match="is not 31 heads"):
+        load_umt5(tmp_path / "x.safetensors", torch.float32, "cpu")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="is not a tokenizer"):
+        tokenize("b", tmp_path)
 
 
 def test_the_tokenizer_of_another_encoder_is_one_line() -> None:

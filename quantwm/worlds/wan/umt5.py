@@ -179,9 +179,12 @@ def infer_umt5_config(weights: Mapping[str, torch.Tensor]) -> Umt5Config:
     vocabulary, width = sizes("token_embedding.weight")
     buckets, heads = sizes("blocks.0.pos_embedding.embedding.weight")
     blocks = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    attention_width = sizes("blocks.0.attn.q.weight")[0]
+    if attention_width % heads:
+        raise UserError(f"a UMT5 encoder's attention of {attention_width} is not {heads} heads")
     return Umt5Config(
         vocabulary=vocabulary, width=width, heads=heads, buckets=buckets, layers=len(blocks),
-        attention_width=sizes("blocks.0.attn.q.weight")[0],
+        attention_width=attention_width,
         ffn_dim=sizes("blocks.0.ffn.fc1.weight")[0],
     )  # fmt: skip
 
@@ -223,9 +226,10 @@ def tokenize(text: str, folder: Path | str) -> list[int]:
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         raise UserError(f"no tokenizer.json in {folder}")
+    prompt = clean_prompt(text)
     try:
         tokenizer = Tokenizer.from_file(str(file))
+        tokenizer.enable_truncation(MAX_TOKENS)
+        return tokenizer.encode(prompt).ids
     except Exception as error:  # the package raises plain Exception on a broken file
         raise UserError(f"{file} is not a tokenizer ({str(error)[:120]})") from None
-    tokenizer.enable_truncation(MAX_TOKENS)
-    return tokenizer.encode(clean_prompt(text)).ids
