@@ -24,9 +24,10 @@ class Room:
             not fit. caches: method, as it was asked for -> peak of one lane with its window full.
         least: weights that stay when the transformer's blocks are kept on the CPU and visit the
             device one after the other.
-        held: method -> what one lane holds between chunks, one layer's scratch with it. streaming:
-            what one lane's video holds of the frames before, the newest chunk's beside the last
-            one's. working: while a frame is decoded; no chunk is committed then.
+        held: method -> what one lane holds between chunks. streaming: what one lane's video holds
+            of the frames before, the newest chunk's beside the last one's. working: while a frame
+            is decoded, one layer's scratch with it. kept: what the transformer keeps between
+            passes, whatever the lanes.
     """
 
     weights: int
@@ -36,11 +37,18 @@ class Room:
     held: Mapping[str, int] = field(default_factory=dict)
     streaming: int = 0
     working: int = 0
+    kept: int = 0
 
     def total(self, lanes: Sequence[str], offload: bool = False) -> int:
-        weights = (self.least if offload else self.weights) + self.streaming * len(lanes)
-        decoding = self.working + sum(self.held.get(name, 0) for name in lanes)
-        return weights + max(sum(self.caches[name] for name in lanes), decoding)
+        """The larger of two moments: a lane commits a chunk, then its video has one state and the
+        other lanes may have two; or all have two while a frame of the last lane is decoded."""
+        stays = (self.least if offload else self.weights) + self.kept
+        held = {name: self.held.get(name, self.caches[name]) for name in lanes}
+        states = self.streaming * len(lanes)
+        commits = max((self.caches[name] - held[name] for name in lanes), default=0)
+        return (
+            stays + states + sum(held.values()) + max(commits - self.streaming // 2, self.working)
+        )
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,8 @@ def infer_clip_config(weights: Mapping[str, torch.Tensor], head_dim: int = HEAD_
     what = "a CLIP vision tower"
     width, _, patch, _ = shape_of(weights, "patch_embedding.weight", 4, what)
     blocks = {name.split(".")[1] for name in weights if name.startswith("transformer.")}
+    if width % head_dim:
+        raise UserError(f"{what} of {width} channels is not heads of {head_dim}: another model's")
     return ClipConfig(
         width=width,
         heads=width // head_dim,

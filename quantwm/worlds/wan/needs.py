@@ -14,14 +14,20 @@ from quantwm.worlds.wan.backbone import CausalWan
 from quantwm.worlds.wan.catalog import Entry
 from quantwm.worlds.wan.clip import ClipConfig, ClipVision
 from quantwm.worlds.wan.config import WanConfig
+from quantwm.worlds.wan.graphs import worthwhile
 from quantwm.worlds.wan.loading import on_meta
 from quantwm.worlds.wan.umt5 import Umt5Config, Umt5Encoder
 from quantwm.worlds.wan.vae import VaeConfig, WanVae
 
-DECODING = {False: (4_440, 96), True: (4_170, 256)}
-"""Numbers a pixel of a frame that an autoencoder of this width holds while it decodes, of the 2.1
-and the 2.2 kind: peaks of five worlds on an H200, less weights, caches and one state, agree
-within 3 %."""
+DECODING = {False: (3_620, 96), True: (3_575, 256)}
+"""Numbers a pixel of a frame that an autoencoder of this width holds while it decodes, beside the
+states, of the 2.1 and the 2.2 kind: peaks of six worlds on an H200 agree within 2 %, BF16 lanes of
+LingBot 14B apart."""
+RECORDED = 19
+"""Tensors as large as the stream that what is recorded between attentions keeps: three worlds on an
+H200 agree within 5 %."""
+WORKSPACES = 128 * 2**20
+"""Bytes that cuBLAS keeps on a GPU: 64 to 127 MB were seen."""
 
 
 def _count(module: nn.Module) -> int:
@@ -70,11 +76,12 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
     """Bytes on the device. item: bytes of a number, 2 on a GPU, 4 on a CPU."""
     spec = entry.spec()
     weights = weights_by_part(entry, item)
-    caches, held = {}, {}
+    caches, held, scratch = {}, {}, 0
     for method, lane in zip(lanes, lanes_for(spec, lanes) if lanes else (), strict=True):
         planned = plan_lanes(spec.cache, [lane], itemsize=item, remade=spec.remade)
         caches[method] = planned.peak_bytes
-        held[method] = sum(m.bytes_total + m.scratch_bytes for m in planned.methods)
+        held[method] = sum(m.bytes_total for m in planned.methods)
+        scratch = max(scratch, *(m.scratch_bytes for m in planned.methods))
     whole, block = transformer_weights(entry.config)
     stays = sum(weights.values())
     # Two blocks: one at work, one whose memory the allocator has not given back yet.
@@ -83,8 +90,19 @@ def room(entry: Entry, lanes: tuple[str, ...], item: int = 2) -> Room:
         stays, text_encoder_bytes(entry), caches, min(least, stays), held,
         # An engine keeps the states of before a chunk until all lanes have finished it.
         streaming=2 * state_numbers(entry.vae, entry.latent) * item,
-        working=decoding_numbers(entry.vae, entry.latent) * item,
+        working=decoding_numbers(entry.vae, entry.latent) * item + scratch,
+        kept=kept_numbers(entry) * item + (WORKSPACES if item == 2 else 0),
     )  # fmt: skip
+
+
+def kept_numbers(entry: Entry) -> int:
+    """Keys and values of the prompt or picture, and what is recorded where a world records."""
+    config, cache = entry.config, entry.spec().cache
+    width = config.heads * config.head_dim
+    tokens = cache.frames_per_chunk * cache.tokens_per_frame
+    model = on_meta(lambda: CausalWan(config))
+    recorded = RECORDED * tokens if worthwhile(model, tokens) else 0
+    return (2 * config.layers * config.context_len + recorded) * width
 
 
 def decoding_numbers(config: VaeConfig, latent: tuple[int, int]) -> int:
