@@ -152,6 +152,9 @@ def test_an_encoder_or_tokenizer_that_contradicts_itself_is_one_line(tmp_path: P
     save_file(dict(odd.state_dict()), tmp_path / "x.safetensors")
     with pytest.raises(UserError, match="is not 31 heads"):
         load_umt5(tmp_path / "x.safetensors", torch.float32, "cpu")
+    tower = {"patch_embedding.weight": torch.ones(100, 3, 2, 2), "transformer.0.x": torch.ones(1)}
+    with pytest.raises(UserError, match="100 channels is not heads of 80"):
+        infer_clip_config(tower)
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"a": 0}, unk_token="<unk>")
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
