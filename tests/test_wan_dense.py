@@ -232,7 +232,9 @@ def test_a_memory_of_any_size_equals_the_dense_reference(
     rows = torch.randn(case.rows, 12, generator=generator).to(case.dtype)
     cache = make_cache(model, case.chunk, cells=case.grid[0] * case.grid[1])
     rollout = MemoryRollout(model, cache, model.context_kv(rows), case.grid, (1000.0, 700.0, 0.0))
-    rollout.remember(past, lenses.select(chosen), labels[chosen])
+    for kept in (chosen[:1], chosen):  # the second takes the place of the first
+        rollout.remember(past[: len(kept)], lenses.select(kept), labels[kept])
+        assert cache.frames == len(kept)
     _, trace = rollout.denoise(noise, lenses.select(chosen), lenses.select(own), labels[own])
     weights, every = published(model), torch.cat([chosen, own])
     total, first = len(every), len(chosen)

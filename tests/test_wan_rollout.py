@@ -193,32 +193,6 @@ class JointMemory:
         return rotary, apply(projection, turned)
 
 
-def test_memory_prefill_equals_joint_attention() -> None:
-    model = make_model(replace(TINY, prope=True, precision="fp32_modulation"))
-    context = model.context_kv(torch.randn(5, 32))
-    c2w, labels = hy_actions.trajectory(hy_actions.parse_pose("w-5, right-4, up-2"))
-    lenses = cameras(
-        hy_actions.world_to_camera(c2w), hy_actions.intrinsics(len(c2w)), torch.float32
-    )
-    labels = torch.from_numpy(labels)
-    chosen, own = torch.tensor([0, 1, 2, 3, 5]), torch.arange(8, 12)
-    memory, noise = torch.randn(5, 16, *LATENT), torch.randn(4, 16, *LATENT)
-    driver = MemoryRollout(model, make_cache(model, 4), context, GRID, (1000.0, 500.0, 0.0))
-    driver.remember(memory, lenses.select(chosen), labels[chosen])
-    assert driver.cache.frames == 5
-    _, trace = driver.denoise(noise, lenses.select(chosen), lenses.select(own), labels[own])
-    every = torch.cat([chosen, own])
-    joint = JointMemory(lenses.select(every), 5, 9)
-    times = torch.cat([torch.full((5,), 14.0), torch.full((4,), 1000.0)])
-    flow = model(
-        torch.cat([memory, noise]).transpose(0, 1),
-        Pass(times, joint, context, labels=labels[every]),
-    )
-    torch.testing.assert_close(trace[0].flow, flow.transpose(0, 1)[5:], **CLOSE)
-    driver.remember(memory[:2], lenses.select(chosen[:2]), labels[chosen[:2]])
-    assert driver.cache.frames == 2
-
-
 def test_a_memory_that_grows_equals_joint_attention_over_its_window() -> None:
     """The first chunk alone, the second after it; the third after the second alone, because the
     window has cut the first."""
