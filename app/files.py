@@ -164,7 +164,7 @@ def _read_picture(file: Path) -> np.ndarray:
         raise
     except Image.DecompressionBombError as error:
         raise UserError("the picture has far too many pixels; choose a smaller one") from error
-    except Exception as error:  # decoders stumble in many ways, struct.error among them
+    except Exception as error:  # decoders stumble in many ways
         raise UserError("the picture could not be read; use PNG, JPEG, WebP or a video") from error
     return reduce_picture(picture)
 

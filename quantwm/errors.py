@@ -12,6 +12,6 @@ class UserError(ValueError):
     """
 
     def __str__(self) -> str:
-        """One line, whatever names from files are in it: no line breaks, no escape codes."""
+        """One printable line, whatever names from files are in it."""
         text = super().__str__()[:LONGEST]
         return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)

@@ -246,7 +246,7 @@ def read_picture(path: Path) -> np.ndarray:
     try:
         with Image.open(path, formats=PICTURE_FORMATS) as image:
             return upright_rgb(image)
-    except Exception as error:  # TypeError and struct.error among them, of broken EXIF
+    except Exception as error:  # of broken EXIF anything
         raise UserError(f"{path.name} is damaged: {one_line(error)}") from error
 
 
