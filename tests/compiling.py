@@ -140,6 +140,14 @@ def compiled_rows(
         yield launched, compiled, used, label
 
 
+def specialised(names: set[str], *modules: ModuleType) -> tuple[int, list[str]]:
+    """How many kernels the modules have, and which arguments so named make new ones of them."""
+    named = (item for module in modules for item in vars(module).items())
+    kernels = {id(kernel): kernel for name, kernel in named if name.endswith("_kernel")}.values()
+    found = ((kernel.__name__, p) for kernel in kernels for p in kernel.params if p.name in names)
+    return len(kernels), [f"{name}: {p.name}" for name, p in found if not p.do_not_specialize]
+
+
 def describe(launched: Launched) -> str:
     plain = {k: v for k, v in launched.arguments.items() if not isinstance(v, Tensor)}
     return f"{launched.kernel.__name__} {plain}"

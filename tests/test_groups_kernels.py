@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import Launched, compiled_rows, note, record
+from compiling import Launched, compiled_rows, note, record, specialised
 from interpreter import INTERPRETABLE, passes_interpreted
 
 from kernels import decode, encode, groups, kmeans, stages
@@ -66,17 +66,7 @@ def test_every_launch_row_compiles(
 def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
     growing = {"n_tokens", "n_groups", "offset", "start", "stop", "first_head", "first_group"}
-    kernels = [
-        getattr(module, name)
-        for module in (groups, stages)
-        for name in vars(module)
-        if name.endswith("_kernel")
-    ]
-    assert len(kernels) == 6
-    for kernel in kernels:
-        for parameter in kernel.params:
-            if parameter.name in growing:
-                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
+    assert specialised(growing, groups, stages) == (6, [])
 
 
 @pytest.mark.parametrize("name", ["rtn", "kivi", "qvg-pro"])

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import Launched, compiled_rows, record
+from compiling import Launched, compiled_rows, record, specialised
 
 from kernels import decode, decode_pair, decode_spans, encode, flash, fused, kmeans, tuning
 from kernels.format import Side
@@ -193,14 +193,5 @@ def test_lengths_are_not_specialised() -> None:
         "first_head", "n_rows", "k_tokens", "v_tokens", "k_chunks", "v_chunks", "k_book",
         "v_book",
     }  # fmt: skip
-    kernels = [
-        getattr(module, name)
-        for module in (kmeans, encode, decode, decode_pair, decode_spans, flash)
-        for name in vars(module)
-        if name.endswith("_kernel")
-    ]
-    assert len(set(map(id, kernels))) == 17
-    for kernel in kernels:
-        for parameter in kernel.params:
-            if parameter.name in growing:
-                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
+    modules = kmeans, encode, decode, decode_pair, decode_spans, flash
+    assert specialised(growing, *modules) == (17, [])

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from compiling import Launched, compile_launch, compiled_rows, record
+from compiling import Launched, compile_launch, compiled_rows, record, specialised
 from interpreter import INTERPRETABLE, passes_interpreted
 
 from benchmarks import qtc_tune
@@ -113,9 +113,4 @@ def test_lengths_are_not_specialised() -> None:
     """What grows with the history never makes a new kernel."""
     growing = {"n_tokens", "offset", "start", "stop", "n_chunks", "first_place", "blocks"}
     growing |= {"step", "groups", "several", "merged"}
-    kernels = [getattr(m, n) for m in MODULES for n in vars(m) if n.endswith("_kernel")]
-    assert len(kernels) == 8
-    for kernel in kernels:
-        for parameter in kernel.params:
-            if parameter.name in growing:
-                assert parameter.do_not_specialize, f"{kernel.__name__}: {parameter.name}"
+    assert specialised(growing, *MODULES) == (8, [])
