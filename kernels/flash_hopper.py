@@ -7,7 +7,7 @@ packed sides of head dim 128. Of a segment tiles go from the last to the first, 
 of a tile comes before the loop; several segments of one kind are one launch.
 
 Floor: flash_kernel's. Reached, 40 heads of 4,680 queries and 32,760 keys of which the last 4,680
-are plain (H200, 2026-11-30): 450 TFLOP/s (qvg) and 404 (quantwm, rank 8), 45 and 41%. The decoding
+are plain (H200, 2026-11-30): 447 TFLOP/s (qvg) and 406 (quantwm, rank 8), 45 and 41%. The decoding
 warps bound it: with tiles that nobody decodes it takes 5.3 ms for 7.0 and 7.8.
 """
 
