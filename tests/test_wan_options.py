@@ -18,7 +18,7 @@ from quantwm.errors import UserError
 from quantwm.lanes import lanes_for
 from quantwm.worlds import registry, room
 from quantwm.worlds.registry import Placement, load_world, world_prompts, world_scenes, world_spec
-from quantwm.worlds.wan import entry, matrix_actions, offload, presets
+from quantwm.worlds.wan import catalog, entry, matrix_actions, needs, offload, presets
 from quantwm.worlds.wan.action_module import action_windows
 from quantwm.worlds.wan.rolling import RollingForcing
 from quantwm.worlds.wan.self_forcing import Conditions, SelfForcing
@@ -237,3 +237,24 @@ def test_every_driven_world_takes_the_same_action_strings() -> None:
 def test_keys_that_stand_for_others(mode: str, arrow: str, letter: str) -> None:
     one, other = (matrix_actions.action_row(mode, frozenset({key})) for key in (arrow, letter))
     assert one == other != matrix_actions.action_row(mode, frozenset())
+
+
+@pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
+def test_a_text_encoder_without_room_beside_the_transformer_comes_first(
+    tiny: str,  # noqa: F811
+    monkeypatch,
+) -> None:
+    own, cpu, stages = catalog.ENTRIES["tiny"], torch.device("cpu"), []
+    both = sum(needs.weights_by_part(own, 4).values())
+    for free in (both, both + 2 * needs.text_encoder_bytes(own)):
+        monkeypatch.setattr("quantwm.worlds.wan.entry.free_bytes", lambda device, free=free: free)
+        placement = Placement(prompt="a walk")
+        world = load_world("tiny", cpu, lambda stage, _: stages.append(stage), placement=placement)
+        world.report = lambda stage, _: stages.append(stage)
+        stages.append("start")
+        with Engine(world, lanes_for(world.spec, ("bf16",)), seed=0, prompt="a walk",
+                    max_tokens=10_000) as engine:  # fmt: skip
+            engine.start()
+    text, start = "Loading the text encoder", stages.index("start")
+    assert stages.index(text) < stages.index("Loading the transformer") < start
+    assert stages.index(text, start) > stages.index("start", start + 1), "read once, and released"

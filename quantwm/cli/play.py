@@ -115,7 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     recorder = _recorder(arguments, spec.cache.layers)
     check_folder(folder)
     say(f"loading {spec.title} on {device}")
-    placement = None if arguments.offload is None else Placement(offload=arguments.offload)
+    placement = None
+    if arguments.offload or arguments.prompt:
+        placement = Placement(arguments.offload or "auto", prompt=arguments.prompt or None)
     world = load_world(arguments.world, device, _stage, placement=placement)
     progress_done()
     if hasattr(world, "report"):

@@ -60,10 +60,13 @@ class Placement:
         offload: "blocks" keeps the transformer's blocks on the CPU and "vae" the autoencoder,
             each visiting the device for its work; "auto" does so where memory asks for it.
         tile: latent cells on a side of what the autoencoder decodes at once, 0 for whole frames.
+        prompt: that will be the first, None for the world's own: where memory is short it is read
+            before the transformer is loaded, and the text encoder released.
     """
 
     offload: str = "auto"
     tile: int = 0
+    prompt: str | None = None
 
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADS:

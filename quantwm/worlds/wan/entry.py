@@ -22,7 +22,7 @@ from quantwm.worlds.wan.kinds import world_class
 from quantwm.worlds.wan.loading import load_transformer
 from quantwm.worlds.wan.needs import room, text_encoder_bytes, weights_by_part
 from quantwm.worlds.wan.offload import offload_blocks
-from quantwm.worlds.wan.prompts import PromptEncoder
+from quantwm.worlds.wan.prompts import ROOM, PromptEncoder
 from quantwm.worlds.wan.vae import VaeConfig
 from quantwm.worlds.wan.vae_names import load_vae
 from quantwm.worlds.wan.world import WanWorld
@@ -122,6 +122,13 @@ def _require_host(entry: Entry, device: torch.device, blocks_wait: bool) -> None
         )
 
 
+def _encoder_comes_first(entry: Entry, device: torch.device) -> bool:
+    """Whether the text encoder would not fit beside the other weights, where it does alone."""
+    weights = sum(weights_by_part(entry, 4 if device.type == "cpu" else 2).values())
+    free = free_bytes(device)
+    return free is not None and free < weights + ROOM * text_encoder_bytes(entry)
+
+
 def load(
     entry: Entry,
     device: torch.device,
@@ -141,6 +148,13 @@ def load(
         return lambda done, total: report(stage, done / max(total, 1))
 
     _require_host(entry, device, waits)
+    prompts = None
+    if entry.prompted:
+        text, tokenizer = (files.part_path(entry.parts[name]) for name in ("text", "tokenizer"))
+        width = entry.config.context_dim
+        prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device, width)
+        if _encoder_comes_first(entry, device):
+            prompts(placement.prompt or presets.PROMPTS[0], report)
     part = entry.parts["transformer"]
     report("Opening the transformer", 0.0)
     model = load_transformer(
@@ -155,15 +169,11 @@ def load(
         files.part_path(entry.parts["vae"]), dtype, device, shares("Loading the autoencoder")
     )
     _check_vae(entry, vae.config)
-    clip = prompts = None
+    clip = None
     if "clip" in entry.parts:
         clip = load_clip(
             files.part_path(entry.parts["clip"]), dtype, device, shares("Loading the image encoder")
         )
-    if entry.prompted:
-        text, tokenizer = (files.part_path(entry.parts[name]) for name in ("text", "tokenizer"))
-        width = model.config.context_dim
-        prompts = PromptEncoder(text, tokenizer, text_encoder_bytes(entry), device, width)
     kind = world_class(entry.kind)
     return kind(
         entry, model, vae, prompts=prompts, clip=clip, sha256=lambda: files.weights_sha256(entry),
