@@ -282,7 +282,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All checks even when one fails, then the benchmark; `ok` says whether all held."""
-    device = device_named("cuda")
+    device = device_named("cuda", cpu=False)
     print(f"{hardware(device)}; {explain(device)}", flush=True)
     names = list(CHECKS) if options.only is None else options.only.split(",")
     if unknown := sorted(set(names) - set(CHECKS)):

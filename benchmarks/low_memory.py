@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    device = device_named(options.device)
+    device = device_named(options.device, cpu=False)
     generator = torch.Generator(device).manual_seed(0)
     shape = (options.heads, options.cached, options.head_dim)
     keys, values = clustered(shape, generator), clustered(shape, generator)

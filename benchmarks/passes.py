@@ -139,7 +139,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    device = device_named("cuda")
+    device = device_named("cuda", cpu=False)
     rows, ok = [], True
     ceiling = copy_ceiling(device)["copy_gb_s"]
     for size, sizes in SIZES.items():

@@ -114,11 +114,14 @@ def _peak(run: Callable[[], object], device: torch.device, keep_bytes: int) -> i
     return torch.cuda.max_memory_allocated() - before - keep_bytes
 
 
-def device_named(name: str) -> torch.device:
-    """UserError when this machine has no such device."""
+def device_named(name: str, cpu: bool = True) -> torch.device:
+    """UserError when this machine has no such device. cpu: whether one would do."""
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError("this benchmark needs a CUDA device and there is none; try --device cpu")
+        hint = "; try --device cpu" if cpu else ""
+        raise UserError(f"this benchmark needs a CUDA device and there is none{hint}")
+    if device.type != "cuda" and not cpu:
+        raise UserError(f"this benchmark needs a CUDA device, got {name}")
     return device
 
 

@@ -86,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    device = device_named(options.device)
+    device = device_named(options.device, cpu=False)
     shape = (options.heads, options.tokens, options.head_dim, options.centroids, 64, 8)
     runs = _runs(ops_for(device), make_case(*shape, device, extremes=False))
     rows: list[dict[str, Any]] = []

@@ -4,8 +4,9 @@ Matrix-Game-2 has some 10,000 small operations a chunk on tensors of 8 MB; on an
 3 to 5 us whatever it computes. Every rounding to BF16 that PyTorch's operations make one after the
 other is made here too, so the results differ by the order of float32 sums only. Floor: one tensor
 read and one written (two and one by the gate): 16 MB of Matrix-Game-2's chunk, 3.8 us at the 4,219
-GB/s that a copy moves; 128 MB of LingBot's, 30 us. `python -m benchmarks passes` prints the
-fraction reached; it has not been measured.
+GB/s that a copy moves; 128 MB of LingBot's, 30 us. Reached in such a chunk (`benchmarks wan
+--kernels 60`, 2026-11-30, one tensor lying in L2 in part): rotation 5.1 us, 74%, modulation 8.4,
+45%, gate 6.1 of 5.8, 94%; the mouse's attention takes 20.8.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def save_models(
         "training": dict(training),
     }
     partial = folder / f".{MANIFEST}.part"
-    partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(manifest) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)
     return read_manifest(folder)
 
