@@ -183,17 +183,13 @@ def _stops_outside(file: File) -> None:
     file.fill(file.span()["chunk_stops"], 2**30, np.int32)
 
 
-def _chunks_of_other_tokens(file: File) -> None:
-    file.span()["chunk_tokens"] = [10**9]
-
-
 def _correction_outside(file: File) -> None:
     file.span()["correction"]["fields"]["count"] = 1000
 
 
-def _infinite_moments(file: File) -> None:
+def _moments_of(file: File, number: float = np.inf) -> None:
     moments = next(v for k, v in file.fields["statistics"]["map"] if k == "moments")
-    file.fill(moments, np.inf, np.float32)
+    file.fill(moments, number, np.float32)
 
 
 def _statistics_of_other_names(file: File) -> None:
@@ -249,9 +245,13 @@ BROKEN: dict[str, tuple[Callable[[File], None], str]] = {
     "scales below 0": (_negative_secondary, "secondary holds numbers"),
     "centroids that are NaN": (_nan_centroids, "centroids holds NaN"),
     "stops outside the span": (_stops_outside, "chunk_stops holds numbers"),
-    "chunks of other tokens": (_chunks_of_other_tokens, "do not hold"),
+    "chunks of other tokens": (
+        lambda file: file.span().update(chunk_tokens=[10**9]),
+        "do not hold",
+    ),
     "a correction outside its span": (_correction_outside, "does not hold"),
-    "an infinite moment": (_infinite_moments, "moments holds NaN or infinity"),
+    "an infinite moment": (_moments_of, "moments holds NaN or infinity"),
+    "a moment that overflows": (lambda file: _moments_of(file, 1e30), "moments holds numbers"),
     "statistics of other names": (_statistics_of_other_names, "statistics other than"),
     "a generator's state that is none": (_generator_of_zeros, "generator's state"),
     "a guide of no recent chunk": (_guide_without_segment, "a guide that is not"),

@@ -31,6 +31,8 @@ MAX_FRAME = 2**40
 MAX_GAP = 2**16
 """Frames between two chunks of which every token was dropped. What is joined behind a gap counts
 its frames one by one, so a gap of 2**40 frames would be a list of as many."""
+LARGEST = 1e15
+"""Of statistics: beyond it sums and squares leave float32, and bases are NaN."""
 _ROLES: tuple[Role, Role] = ("keys", "values")
 
 
@@ -215,7 +217,7 @@ def _statistics(found: Mapping[str, Any], cache: Any) -> list[Wanted]:
         if isinstance(value, Tensor):
             if name not in shapes:
                 raise ValueError(f"a tensor as statistics {name}")
-            wanted.append(Wanted(f"statistics {name}", value, *shapes[name]))
+            wanted.append(Wanted(f"statistics {name}", value, *shapes[name], _modest))
         elif name == "count":
             if type(value) is not int or not 0 <= value < 2**53:
                 raise ValueError(f"a count of {str(value)[:20]} queries")
@@ -254,7 +256,7 @@ def _moments(moments: Moments, cache: Any) -> list[Wanted]:
     total, outliers = ((heads, dim), (1,)) if known else ((0,), (0,))
     return [
         Wanted("outliers", moments.outliers, torch.int64, outliers, not_negative),
-        Wanted("total", moments.total, torch.float32, total),
+        Wanted("total", moments.total, torch.float32, total, _modest),
         *_correlations("scatter", moments.scatter, known, cache),
     ]
 
@@ -270,6 +272,14 @@ def _correlations(what: str, found: Correlations, known: bool, cache: Any) -> li
     heads, dim = cache.spec.heads, cache.spec.head_dim
     shapes = ((heads, dim), (heads, dim * (dim + 1) // 2)) if known else ((0,), (0,))
     return [
-        Wanted(f"{what}'s deviations", found.deviations, torch.float32, shapes[0], not_negative),
+        Wanted(f"{what}'s deviations", found.deviations, torch.float32, shapes[0], _small),
         Wanted(f"{what}'s correlations", found.codes, torch.int16, shapes[1]),
     ]
+
+
+def _modest(tensor: Tensor) -> bool:
+    return bool((tensor.float().abs() <= LARGEST).all())
+
+
+def _small(tensor: Tensor) -> bool:
+    return not_negative(tensor) and _modest(tensor)
