@@ -302,7 +302,7 @@ def _words_of(shared, STAGES: gl.constexpr, RANK: gl.constexpr):
     c_words = k_words
     if RANK > 0:
         c_words = retyped(c_smem, gl.int32, [STAGES * ((RANK + 15) // 16), TILE, 8],
-                           gl.NVMMASharedLayout(32, 32))  # fmt: skip
+                          gl.NVMMASharedLayout(32, 32))  # fmt: skip
     return k_words, v_words, c_words
 
 
