@@ -141,7 +141,7 @@ def test_names_in_a_video_that_are_no_text(tmp_path):
     whole = (tmp_path / "a.mkv").read_bytes()
     (tmp_path / "a.mkv").write_bytes(whole.replace(b"Lavf", b"\xff" * 4))
     assert len(video.read_video(tmp_path / "a.mkv", 4)) == 2
-    (tmp_path / "a.mkv").write_bytes(whole.replace(b"V_FFV1", b"V_XXXX"))
+    (tmp_path / "a.mkv").write_bytes(whole.replace(b"V_FFV1", b"V_QQQQ"))
     with pytest.raises(UserError, match="no decoder knows it"):
         video.read_video(tmp_path / "a.mkv", 4)
 
