@@ -8,7 +8,7 @@ of a tile comes before the loop; several segments of one kind are one launch.
 
 Floor: flash_kernel's. Reached, 40 heads of 4,680 queries and 32,760 keys of which the last 4,680
 are plain (H200, 2026-11-30): 447 TFLOP/s (qvg) and 406 (quantwm, rank 8), 45 and 41%. The decoding
-warps bound it: with tiles that nobody decodes it takes 5.3 ms for 7.0 and 7.8.
+warps bound it: with tiles that nobody decodes it took 5.3 and 5.5 ms for 7.0 and 7.7.
 """
 
 from __future__ import annotations

@@ -239,6 +239,18 @@ def test_keys_that_stand_for_others(mode: str, arrow: str, letter: str) -> None:
     assert one == other != matrix_actions.action_row(mode, frozenset())
 
 
+@pytest.mark.parametrize(
+    ("name", "lanes", "gib"),
+    [("lingbot_v2_1p3b", ("bf16",), 14.05), ("causal_forcing", ("qvg",), 11.27),
+     ("hy_worldplay_wan5b", ("quantwm",), 24.97),
+     ("matrix_game2_universal", ("bf16", "qvg", "quantwm"), 13.64)],
+)  # fmt: skip
+def test_needs_are_the_peaks_of_an_h200(name: str, lanes: tuple[str, ...], gib: float) -> None:
+    """docs/models.md, 2026-11-30."""
+    found = needs.room(catalog.ENTRIES[name], lanes).total(lanes) / 2**30
+    assert found == pytest.approx(gib, rel=0.02)
+
+
 @pytest.mark.parametrize("tiny", ["lingbot_v2_1p3b"], indirect=True)
 def test_a_text_encoder_without_room_beside_the_transformer_comes_first(
     tiny: str,  # noqa: F811

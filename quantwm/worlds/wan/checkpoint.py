@@ -120,6 +120,8 @@ def _open_pickle(file: Path, prefer_ema: bool) -> Weights:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise UserError(f"{file.name} holds more than tensors; such a pickle is not run") from None
+    except MemoryError:
+        raise
     except Exception as error:  # of a damaged pickle anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{file.name} is not a whole torch file ({reason[:120]})") from None
